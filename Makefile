@@ -5,7 +5,7 @@
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
 #   ARGS=...                more arguments for `make demo`, for pytest in `make test`, or for the rounds of `make torture`
-#   JOBS=n                  tests that run side by side (the cores but one, 2 at least); some start four ranks
+#   JOBS=n                  processes that run tests side by side (the cores but one, 2 at least); one starts ranks
 
 PYTHON ?=
 TORCH_INDEX_ARGS ?=
@@ -15,7 +15,7 @@ JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev
 
 RUN := .venv/bin/python -m
 
-.PHONY: help setup demo test check bench figures docs torture
+.PHONY: help setup demo test test-all check bench figures docs torture
 .NOTPARALLEL:
 
 help: ## list the targets (the default)
@@ -28,10 +28,16 @@ setup: ## prepare .venv/, Horovod with MPI and missing system packages
 demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with --freeze auto; compare
 	$(RUN) analysis.demo $(ARGS)
 
-# The long tests come first, so that no job ends long before the other; see pytest_collection_modifyitems. Where Python
-# may not keep what it compiles, each of the hundreds of processes that tests start would compile the library again.
-test: check ## every check and every test but the torture
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/parallel tests/single $(ARGS)
+# Tests with ranks come first, so that no process is left alone with them; see tests/conftest.py. Where Python may not
+# keep what it compiles, each process that tests start would compile the library again.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+test: check ## the checks, every test of one process, one test with ranks for each guarantee: ten minutes on two cores
+	$(PYTEST) --junitxml=build/tests/first.xml tests/parallel tests/single $(ARGS)
+
+test-all: test ## the same, then all other tests: twenty minutes on two cores
+	$(PYTEST) --junitxml=build/tests/rest.xml -m "seldom and not torture" tests/parallel tests/single
+	@$(RUN) tests.closing_line build/tests/first.xml build/tests/rest.xml
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

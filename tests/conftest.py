@@ -3,13 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.parallel import pool
-from tests.parallel.mpirun import environment
+from tests.parallel import standing
 from tests.program import contents
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,33 +18,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
+STANDING, OWN, SINGLE = range(3)
+CORES_OF_A_JOB = 4
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fresh", action="store_true", help="let every rank load PyTorch itself, which takes far longer")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("fresh"):
-        os.environ[pool.FRESH] = "1"
+PARALLEL = Path(__file__).with_name("parallel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves the tests of a file in one process, where they share runs and nodes, but for those that share nothing."""
+    """Sorts tests so that ranks stand as long as they can, and deals them to processes.
+
+    Tests of standing ranks come first, by the number of ranks; then jobs of their own; then tests of one process. Where
+    there are few cores, one process makes all jobs, one after the other. The tests of any other file stay together,
+    where they share runs.
+    """
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_JOB)
+    items.sort(key=_place)
     for item in items:
-        if item.path.name != "test_checks.py":
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+        job = _place(item)
+        group = str(item.path) if job[0] == SINGLE else f"ranks {job[1] % at_once}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _place(item: pytest.Item) -> tuple[int, int, str]:
+    if PARALLEL not in item.path.parents:
+        return SINGLE, 0, ""
+    given = getattr(item, "callspec", None)
+    given = given.params if given else {}
+    if "standing" in item.keywords:
+        return STANDING, given["size"], given.get("start", "")
+    return OWN, zlib.crc32(item.path.name.encode()), ""
 
 
 def pytest_sessionfinish() -> None:
-    pool.end()
+    standing.end()
 
 
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Lets the program, where it is started with this process's variables, be a copy; see tests/parallel/pool.py."""
-    for name, value in environment({}, out=tmp_path, timeout=200, ranks=1).items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(autouse=True)
+def ranks_stand_for_those_that_use_them(request: pytest.FixtureRequest) -> None:
+    """Ends the job that stands before a test that starts ranks of its own."""
+    if PARALLEL in request.path.parents and "standing" not in request.keywords:
+        standing.end()
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +69,6 @@ def this_process_stays_out_of_mpi() -> Iterator[None]:
     for name in loaded:
         del sys.modules[name]
     assert not loaded, f"{', '.join(loaded)} was imported by pytest itself; import it in a worker script only"
-
-
-@pytest.fixture(autouse=True)
-def standing_processes_stay() -> Iterator[None]:
-    """Fails the test that ends a standing process, as one does that closes a descriptor that is not its own."""
-    yield
-    pool.check()
 
 
 @pytest.fixture

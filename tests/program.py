@@ -61,7 +61,7 @@ def call(*arguments: str) -> Outcome:
 
 def spawn(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Outcome:
     """Runs `python -m hvfreeze ARGUMENTS` in a process of its own, in the repository's root."""
-    variables = environment(env or {}, out=Path("/nonexistent"), timeout=timeout, ranks=1)
+    variables = environment(env or {}, out=Path("/nonexistent"), timeout=timeout)
     ended = subprocess.run(
         [sys.executable, "-m", "hvfreeze", *arguments],
         env=variables,

@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.parallel import pool
-from tests.parallel.startup.handover import STANDING
-
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP = Path(__file__).with_name("startup")
 OUT_VARIABLE = "HVFREEZE_TEST_OUT"
@@ -85,7 +82,6 @@ def mpirun(
     cwd: Path | None = None,
     launcher: Launcher = "mpirun",
     every_rank_reports: bool | None = None,
-    fresh: bool = False,
 ) -> Result:
     """Runs `n` ranks and waits for their end.
 
@@ -98,7 +94,6 @@ def mpirun(
         cwd: Folder to start in; the repository's root when None.
         launcher: What starts the ranks.
         every_rank_reports: Fail unless every rank wrote its JSON file. By default so for a worker script.
-        fresh: Let ranks load PyTorch themselves, in processes that are the launcher's children; see pool.py.
 
     Raises:
         AssertionError: a rank did not report, or a process was still alive after the job's end (it is then killed).
@@ -108,10 +103,9 @@ def mpirun(
         every_rank_reports = isinstance(script, Path)
     with tempfile.TemporaryDirectory(prefix="hvfreeze-test-") as folder:
         out = Path(folder)
-        ranks = 0 if fresh else n + _more_ranks(command)
-        variables = environment(env or {}, out=out, timeout=timeout, ranks=ranks)
+        variables = environment(env or {}, out=out, timeout=timeout)
         returncode = _run(
-            [*_launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
+            [*launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
         )
         left = end_all(processes_of(out), grace_seconds=GRACE_SECONDS)
         ranks = [json.loads(path.read_text()) for r in range(n) if (path := out / f"rank{r}.json").exists()]
@@ -134,22 +128,23 @@ def report(rank: int, **values: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float, ranks: int = 0) -> dict[str, str]:
-    """The ranks' variables: this process's without other jobs' and secrets, those for tests, then `changes`.
+def environment(
+    changes: Mapping[str, str | None], *, out: Path = Path("/nonexistent"), timeout: float | None = None
+) -> dict[str, str]:
+    """Return the ranks' variables: this process's without other jobs' and secrets, those for tests, then `changes`.
 
-    With these, so many `ranks` of a job are copies of standing processes, which are started where needed; see pool.py.
+    A process shows its stacks shortly before `timeout` seconds are over.
     """
     own = {k: v for k, v in os.environ.items() if k not in _SET_BY_LIBRARIES}
     variables = {k: v for k, v in own.items() if not _FROM_ANOTHER_JOB.match(k) and not _SECRET.search(k)}
     variables |= _FOR_TESTS
     variables |= {
         OUT_VARIABLE: str(out),
-        "HVFREEZE_TEST_TRACE_AFTER": str(max(1.0, timeout - 3.0)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), str(ROOT)]),
     }
-    if ranks and pool.FRESH not in os.environ:
-        variables[STANDING] = pool.ready(ranks, variables)
+    if timeout is not None:
+        variables["HVFREEZE_TEST_TRACE_AFTER"] = str(max(1.0, timeout - 3.0))
     for name, value in changes.items():
         variables.pop(name, None)
         if value is not None:
@@ -157,16 +152,12 @@ def environment(changes: Mapping[str, str | None], *, out: Path, timeout: float,
     return variables
 
 
-def _launch(launcher: Launcher, n: int, timeout: float) -> list[str]:
-    deadline = f"--timeout {int(timeout)}"
+def launch(launcher: Launcher, n: int, timeout: float | None = None) -> list[str]:
+    """Return the words that start `n` ranks of the command that follows, for so many seconds at most."""
+    deadline = [] if timeout is None else ["--timeout", str(int(timeout))]
     if launcher == "horovodrun":
-        return ["horovodrun", "-np", str(n), "-H", f"localhost:{n}", f"--mpi-args={deadline}"]
-    return ["mpirun", *deadline.split(), "-n", str(n), "--oversubscribe", "--bind-to", "none"]
-
-
-def _more_ranks(command: Sequence[str]) -> int:
-    """How many ranks another program of the same job has, behind a colon."""
-    return int(command[command.index(":") + 2]) if ":" in command else 0
+        return ["horovodrun", "-np", str(n), "-H", f"localhost:{n}", f"--mpi-args={' '.join(deadline)}"]
+    return ["mpirun", *deadline, "-n", str(n), "--oversubscribe", "--bind-to", "none"]
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str], out: Path, *, timeout: float, cwd: Path) -> int:

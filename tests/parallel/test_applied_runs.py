@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.mpirun import hvfreeze
 from tests.parallel.sizes import sizes
+from tests.parallel.standing import hvfreeze
 from tests.program import call
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.standing]
 
 TRAIN = (
     *("train", "--model", "shufflenet_v2_x0_5", "--train-samples", "128", "--batch-size", "16", "--epochs", "2"),
@@ -22,7 +22,7 @@ TRAIN = (
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 def test_one_process_finds_the_accuracy_and_loss_of_all_ranks(size: int, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    result = hvfreeze(size, *TRAIN, "--run-dir", str(run), timeout=150)
+    result = hvfreeze(size, *TRAIN, "--run-dir", str(run))
     assert result.returncode == 0, str(result)
     outcome = call("evaluate", str(run), "--out", str(out))
     assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)

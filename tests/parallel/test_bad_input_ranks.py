@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.parallel.mpirun import ROOT, STARTUP, Result, hvfreeze, mpirun
+from tests.parallel import mpirun, standing
+from tests.parallel.mpirun import ROOT, STARTUP, Result
 from tests.program import contents, save_photos, spawn
 
 CONFINED = Path(__file__).with_name("workers") / "confined.py"
@@ -31,14 +31,14 @@ def refused(result: Any, code: int, *fragments: str) -> None:
     assert not missing, f"{missing} not in the message\n{result}"
 
 
-def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> Result:
-    """Two ranks that are started with different arguments after the common ones."""
-    other = [":", "-n", "1", sys.executable, "-m", "hvfreeze", "train", *arguments, *second]
-    return hvfreeze(1, "train", *arguments, *first, *other)
+def each_its_own(size: int, arguments: list[str], *each: list[str]) -> Result:
+    """Ranks that are started with different arguments after the common ones."""
+    return standing.hvfreeze(size, "train", *arguments, each=list(each))
 
 
+@pytest.mark.standing
 @pytest.mark.parametrize(
-    ("ranks", "words", "told"),
+    ("size", "words", "told"),
     [
         (3, f"train {' '.join(SMALL)} --epoch 2", ["unknown argument '--epoch'; did you mean '--epochs'?"]),
         (2, f"{TINY} --batch-size 1", ["--batch-size (1)", "BatchNorm"]),
@@ -49,10 +49,12 @@ def each_its_own(arguments: list[str], first: list[str], second: list[str]) -> R
         ),
     ],
 )
-def test_what_all_ranks_refuse_is_said_once(run_dir: Path, ranks: int, words: str, told: list[str]) -> None:
-    refused(hvfreeze(ranks, *words.split(), "--run-dir", str(run_dir)), 2, *told)
+def test_what_all_ranks_refuse_is_said_once(run_dir: Path, size: int, words: str, told: list[str]) -> None:
+    refused(standing.hvfreeze(size, *words.split(), "--run-dir", str(run_dir)), 2, *told)
 
 
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize(
     ("first", "second", "fragments"),
     [
@@ -63,24 +65,32 @@ def test_what_all_ranks_refuse_is_said_once(run_dir: Path, ranks: int, words: st
     ],
 )
 def test_ranks_with_different_arguments_are_refused(
-    run_dir: Path, first: list[str], second: list[str], fragments: list[str]
+    size: int, run_dir: Path, first: list[str], second: list[str], fragments: list[str]
 ) -> None:
-    refused(each_its_own([*SMALL, "--run-dir", str(run_dir)], first, second), 2, *fragments)
+    refused(each_its_own(size, [*SMALL, "--run-dir", str(run_dir)], first, second), 2, *fragments)
 
 
-def test_ranks_with_different_data_are_refused(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_ranks_with_different_data_are_refused(size: int, run_dir: Path, tmp_path: Path) -> None:
     folders = [save_photos(tmp_path / "0"), save_photos(tmp_path / "1", classes="ac")]
-    result = each_its_own([*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders))
+    result = each_its_own(
+        size, [*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders)
+    )
     refused(result, 2, "different data", "on rank 0", "on rank 1")
 
 
-def test_other_pixels_in_files_of_equal_names_and_sizes_are_refused(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_other_pixels_in_files_of_equal_names_and_sizes_are_refused(size: int, run_dir: Path, tmp_path: Path) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
     for shade, folder in enumerate(folders):
         for part, name, number in product(("train", "test"), "ab", range(12)):
             (folder / part / name).mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (32, 32), (100 + shade, 50, 50)).save(folder / part / name / f"{number:02d}.bmp")
-    result = each_its_own([*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders))
+    result = each_its_own(
+        size, [*PHOTOS, "--run-dir", str(run_dir)], *(["--data-dir", str(folder)] for folder in folders)
+    )
     refused(result, 2, "different pixels", "on rank 0", "on rank 1")
 
 
@@ -89,7 +99,7 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text('raise ImportError("built for another interpreter")')
     env = {"PYTHONPATH": ":".join(map(str, (stub.parent, STARTUP, ROOT)))}
-    result = hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), env=env)
+    result = mpirun.hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), env=env)
     refused(result, 2, "3 tasks", "Horovod", "built for another interpreter", "make setup")
 
 
@@ -99,13 +109,19 @@ def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Pa
     refused(outcome, 2, "the launcher says 4 tasks, but MPI connects 1", "mpirun")
 
 
-def test_fewer_samples_than_ranks_are_refused(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [3])
+def test_fewer_samples_than_ranks_are_refused(size: int, run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos", training=1)
-    result = hvfreeze(3, "train", *PHOTOS, "--data-dir", str(photos), "--batch-size", "1", "--run-dir", str(run_dir))
+    result = standing.hvfreeze(
+        size, "train", *PHOTOS, "--data-dir", str(photos), "--batch-size", "1", "--run-dir", str(run_dir)
+    )
     refused(result, 2, "2 training samples for 3 shards")
 
 
-def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_damaged_images_of_all_shards_are_named_in_one_message(size: int, run_dir: Path, tmp_path: Path) -> None:
     photos = save_photos(tmp_path / "photos")
     # The headers stay whole: only the ranks that decode the images can notice, and there are more than one shard holds.
     images = sorted((photos / "train" / "b").iterdir())[:8]
@@ -113,15 +129,17 @@ def test_damaged_images_of_all_shards_are_named_in_one_message(run_dir: Path, tm
         whole = image.read_bytes()
         image.write_bytes(whole[: len(whole) // 2])
     arguments = [*PHOTOS, "--data-dir", str(photos), "--epochs", "1"]
-    result = hvfreeze(2, "train", *arguments, "--run-dir", str(run_dir))
+    result = standing.hvfreeze(size, "train", *arguments, "--run-dir", str(run_dir))
     refused(result, 3, "8 images cannot be used", "not an intact image", "--skip-bad", *map(str, images))
-    result = hvfreeze(2, "train", *arguments, "--skip-bad", "--run-dir", str(tmp_path / "other"))
+    result = standing.hvfreeze(size, "train", *arguments, "--skip-bad", "--run-dir", str(tmp_path / "other"))
     assert result.returncode == 0 and "8 images cannot be decoded and are left out" in result.stdout, str(result)
 
 
-def test_a_run_directory_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_a_run_directory_that_cannot_be_written_is_said_once(size: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    result = hvfreeze(2, "train", *SMALL, "--run-dir", str(tmp_path / "file" / "run"))
+    result = standing.hvfreeze(size, "train", *SMALL, "--run-dir", str(tmp_path / "file" / "run"))
     refused(result, 2, "--run-dir", str(tmp_path / "file" / "run"), "choose another")
     assert contents(tmp_path) == {"file": b"mine"}
 
@@ -130,7 +148,7 @@ def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # One step: each exchange takes as long as the kernel needs to give the core to the other rank.
     arguments = ["train", *SMALL[:-2], "--train-samples", "16", "--batch-size", "8", "--run-dir", str(folder)]
-    result = mpirun(2, CONFINED, timeout=280, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
+    result = mpirun.mpirun(2, CONFINED, timeout=280, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
     assert result.returncode == 0, str(result)
     notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 core:" in line]
     assert len(notes) == 1, str(result)

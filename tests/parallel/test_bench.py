@@ -15,10 +15,11 @@ from tests.parallel.mpirun import ROOT, environment
 pytestmark = [pytest.mark.mpi]
 
 
+@pytest.mark.seldom
 def test_a_row_is_measured_on_two_ranks_and_written(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, "-m", "analysis.bench", "--quick", "--only", "allreduce_bytes", "--out", str(out)]
-    variables = environment({}, out=tmp_path, timeout=120, ranks=2)
+    variables = environment({}, out=tmp_path, timeout=120)
     job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     (row,) = json.loads(out.read_text())
@@ -27,10 +28,10 @@ def test_a_row_is_measured_on_two_ranks_and_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.torture
+@pytest.mark.seldom
 def test_each_kind_of_step_is_timed_and_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "analysis.step_costs", "--quick", "--results", str(tmp_path)]
-    variables = environment({}, out=tmp_path, timeout=240, ranks=2)
+    variables = environment({}, out=tmp_path, timeout=240)
     job = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
     assert job.returncode == 0, job.stdout + job.stderr
     (timings,) = read_timings(tmp_path, 32).values()

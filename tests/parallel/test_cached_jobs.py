@@ -13,7 +13,7 @@ from tests.parallel.faulted import FAULTY
 from tests.parallel.mpirun import mpirun
 from tests.program import call
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.seldom]
 
 TRAIN = (
     *("train", "--data", "digits", "--model", "shufflenet_v2_x0_5", "--image-size", "32", "--train-samples", "128"),

@@ -1,115 +1,87 @@
-"""Jobs whose ranks make many checks in one start: what must hold at 1, 2, 3 and 4 ranks; see workers/checks.py."""
+"""What must hold at 1, 2, 3 and 4 ranks: every check of every worker, on ranks that stay; see standing.py."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from hvfreeze.training.stage_build import CHOICES
-from tests.parallel.mpirun import mpirun
-from tests.parallel.sizes import seldom
+from tests.parallel import standing
 
-PROGRAM = Path(__file__).with_name("workers") / "checks.py"
-COMM = "exchanging invariants lanes"
-"""Lanes last: they leave Horovod with a longer cycle."""
-STRATEGIES = [f"contract:{name}" for name in CHOICES]
-CONTRACTS = [" ".join(STRATEGIES[:3]), " ".join(STRATEGIES[3:])]
-ALIKE = "own_optimizer:running own_drop_in own_arguments"
-"""Scripts that start Horovod themselves."""
-JOBS: dict[str, tuple[int, ...]] = {
-    "staged.stops staged.own_layer staged.whole_tunings": (2,),
-    "staged.parts staged.trials": (2,),
-    "staged.stops staged.own_layer staged.small_gains": (3,),
-    "staged.budgets staged.tuning_on": (3,),
-    "staged.trials": (3,),
-    "runs:some": (1, 2, 3, 4),
-    "cached": (2, 3),
-    "solved": (3,),
-    "kept_points": (2, 3),
-    "updating": (3,),
-    **dict.fromkeys(CONTRACTS, (2, 3)),
-    "grid": (2, 3, 4),
-    "own_scripts local_sgd subnets stale_ring solved": (1,),
-    "local_sgd": (3,),
-    "local_critics": (2, 3, 4),
-    "subnets": (2, 4),
-    "redealt": (2, 3),
-    "shared_trunk": (2, 3),
-    "stale_ring": (2, 3),
-    ALIKE: (2,),
-    f"{ALIKE} own_scripts": (3,),
-    "own_rest:started": (2,),
-    "own_rest:not-yet": (3,),
-    "own_rest:loop": (2,),
-    f"own_optimizer:not-yet {COMM}": (1,),
-    COMM: (2, 3, 4),
-    "node_pixels": (2, 3, 4),
-}
-"""The parts of a job, and on how many ranks it runs."""
-SELDOM: dict[str, tuple[int, ...]] = {
-    "staged.stops": (4,),
-    "staged.parts": (3,),
-    "staged.small_gains": (2,),
-    "staged.tuning_on": (2,),
-    "staged.whole_tunings": (3,),
-    "staged.budgets": (2,),
-    "staged.every_stop": (2,),
-    "runs:all": (2,),
-    "cached": (1, 4),
-    "solved": (2,),
-    "kept_points": (1,),
-    "updating": (1, 2, 4),
-    **dict.fromkeys(CONTRACTS, (1, 4)),
-    "grid": (1,),
-    "local_sgd": (2, 4),
-    "local_critics": (1,),
-    "subnets": (3,),
-    "redealt": (4,),
-    "shared_trunk": (1, 4),
-    "stale_ring": (4,),
-    "own_scripts": (2,),
-    "own_arguments": (1,),
-    "own_rest:started": (3,),
-    "own_rest:not-yet": (2, 4),
-    "own_rest:loop": (3, 4),
-    "own_drop_in": (4,),
-    "own_optimizer:not-yet": (4,),
-    "node_pixels": (1,),
+WORKERS = Path(__file__).with_name("workers")
+SCRIPT = "own_optimizer:running"
+"""A script that starts Horovod itself."""
+
+
+class Part(NamedTuple):
+    """A worker's checks: on how many ranks `make test` and `make test-all` make them."""
+
+    often: tuple[int, ...]
+    seldom: tuple[int, ...] = ()
+    start: str = ""
+    """What opens the ranks' world; see rank.py."""
+
+
+PARTS = {
+    "exchanging": Part((3,), (1, 2, 4)),
+    "invariants": Part((3,), (1, 2, 4)),
+    "runs:some": Part((1, 3), (2, 4)),
+    "runs:all": Part((), (2,)),
+    "equal_runs": Part((3,)),
+    "staged": Part((2,), (3, 4)),
+    "cached": Part((3,), (1, 2, 4)),
+    "solved": Part((3,), (1, 2)),
+    "kept_points": Part((3,), (1, 2)),
+    "updating": Part((3,), (1, 2, 4)),
+    **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in CHOICES},
+    "grid": Part((4,), (1, 2, 3)),
+    "local_sgd": Part((3,), (1, 2, 4)),
+    "local_critics": Part((3,), (1, 2, 4)),
+    "subnets": Part((2,), (1, 3, 4)),
+    "redealt": Part((3,), (2, 4)),
+    "shared_trunk": Part((3,), (1, 2, 4)),
+    "stale_ring": Part((3,), (1, 2, 4)),
+    "node_pixels": Part((3,), (1, 2, 4)),
+    "own_optimizer:running": Part((3,), (2,), start=SCRIPT),
+    "own_drop_in": Part((3,), (2, 4), start=SCRIPT),
+    "own_arguments": Part((3,), (1, 2), start=SCRIPT),
+    "own_scripts": Part((3,), (1, 2), start=SCRIPT),
+    "own_optimizer:not-yet": Part((1,), (4,), start="own_optimizer:not-yet"),
+    "own_rest:started": Part((), (2, 3), start="own_rest:started"),
+    "own_rest:not-yet": Part((3,), (2, 4), start="own_rest:not-yet"),
+    "own_rest:loop": Part((), (2, 3, 4), start="own_rest:loop"),
+    # It leaves Horovod with a longer cycle.
+    "lanes": Part((3,), (1, 2, 4), start="lanes"),
 }
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+def checks_of(part: str) -> list[str]:
+    """Return the names of a worker's checks, without loading what it imports."""
+    source = ast.parse((WORKERS / f"{part.partition(':')[0]}.py").read_text())
+    named = [node.name for node in source.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in named if name.startswith("check_")]
 
 
-@pytest.mark.parametrize(
-    ("parts", "size"),
-    [(parts, size) for parts, sizes in JOBS.items() for size in sizes]
-    + [seldom(parts, size) for parts, sizes in SELDOM.items() for size in sizes],
-)
-def test_every_check_of_a_job_holds(parts: str, size: int, tmp_path: Path) -> None:
-    result = mpirun(size, PROGRAM, args=[str(tmp_path), *parts.split()], timeout=280)
-    assert result.returncode == 0, str(result)
-    made = [rank["checks"] for rank in result.ranks]
-    assert made[0] and made == [made[0]] * size
+def cases() -> Iterator[Any]:
+    for name, part in PARTS.items():
+        for size in part.often + part.seldom:
+            marks = [pytest.mark.seldom] if size in part.seldom else []
+            for check in checks_of(name):
+                called = f"{name}-{check.removeprefix('check_')}-{size}"
+                yield pytest.param(name, check, size, part.start, id=called, marks=marks)
 
 
-def test_checks_that_fail_are_named_and_others_made_while_ranks_can_go_on(tmp_path: Path) -> None:
-    result = mpirun(2, PROGRAM, args=[str(tmp_path), "failing"], timeout=60, every_rank_reports=False)
-    assert result.returncode == 1 and result.ranks == [], str(result)
-    assert result.stderr.count("failing check_one_rank fails") == 1, str(result)
-    assert result.stderr.count("failing check_all_ranks fails") == 2, str(result)
-    assert "other ranks cannot go on after failing check_one_that_others_wait_for" in result.stderr, str(result)
-    called = ("one_rank", "all_ranks", "that_holds", "one_that_others_wait_for")
-    assert result.stdout.split("\n")[:-1] == [f"failing check_{name}" for name in called], str(result)
+@pytest.mark.mpi
+@pytest.mark.standing
+@pytest.mark.parametrize(("part", "check", "size", "start"), list(cases()))
+def test_check(part: str, check: str, size: int, start: str) -> None:
+    standing.call(size, part, check, start=start)
 
 
-def test_a_job_with_a_check_that_fails_fails_in_the_end(tmp_path: Path) -> None:
-    result = mpirun(
-        1,
-        PROGRAM,
-        args=[str(tmp_path), "failing.all_ranks", "failing.that_holds"],
-        timeout=60,
-        every_rank_reports=False,
-    )
-    assert result.returncode == 1 and result.ranks == [], str(result)
-    assert "rank 0: failed: failing.all_ranks check_all_ranks\n" in result.stderr, str(result)
+def test_every_worker_with_checks_is_called() -> None:
+    called = {name.partition(":")[0] for name in PARTS}
+    assert {path.stem for path in WORKERS.glob("*.py") if checks_of(path.stem)} - {"failing"} == called

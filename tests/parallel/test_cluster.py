@@ -45,8 +45,8 @@ def interfaces() -> str:
     return "".join(subprocess.check_output(["ip", *words], text=True) for words in (["-br", "address"], ["route"]))
 
 
-@pytest.mark.slow
 @pytest.mark.fault
+@pytest.mark.seldom
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_one(nodes: Nodes, folder: Path) -> None:
     job = ["horovodrun", "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
     options = ["--train-samples", "64", "--epochs", "12"]
@@ -72,7 +72,7 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
     assert nodes.left("[h]vfreeze train") == []
 
 
-@pytest.mark.slow
+@pytest.mark.seldom
 def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: Nodes, folder: Path) -> None:
     worker = [sys.executable, "-W", "ignore", str(WORKERS / "own_on_nodes.py"), str(folder)]
     done = nodes.run(HOROVODRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
@@ -84,8 +84,8 @@ def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: N
     assert [rank["shared"]["files"] for rank in ranks] == [["0of2.h5", "1of2.h5"]] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
+@pytest.mark.seldom
 def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     nodes: Nodes, folder: Path, size: int
 ) -> None:
@@ -96,8 +96,8 @@ def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
     assert json.loads((folder / "found").read_text()) == pytest.approx([2 * (size - 1) / size] * size, rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
+@pytest.mark.seldom
 def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path, size: int) -> None:
     worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
@@ -112,7 +112,7 @@ def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nod
             assert bytes_of["wire"] == pytest.approx(ring, rel=0.1, abs=60_000), compression
 
 
-@pytest.mark.slow
+@pytest.mark.seldom
 def test_the_interfaces_of_a_stale_ring_send_activations_and_errors_and_no_labels(nodes: Nodes, folder: Path) -> None:
     worker = [sys.executable, str(WORKERS / "sent_ring.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
@@ -124,6 +124,7 @@ def test_the_interfaces_of_a_stale_ring_send_activations_and_errors_and_no_label
         assert rank["labels"] > 0.1 * rank["handed"], "labels would not be seen"
 
 
+@pytest.mark.seldom
 def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts(nodes: Nodes) -> None:
     packages, key = sysconfig.get_path("purelib"), f"/run/hvfreeze-cluster.{nodes.name}/user_key.pub"
     broken = {
@@ -155,6 +156,7 @@ def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts
     assert "node0: 22 in use" in problems["ports"]
 
 
+@pytest.mark.seldom
 def test_hosts_without_fault_are_usable_and_no_faster_than_their_limit(nodes: Nodes) -> None:
     done = nodes.run(sys.executable, "-m", "hvfreeze", "doctor", "--hosts", nodes.hosts)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,6 +164,7 @@ def test_hosts_without_fault_are_usable_and_no_faster_than_their_limit(nodes: No
     assert int(rates.split(" to ")[1].split()[0]) < 1100
 
 
+@pytest.mark.seldom
 def test_no_secret_of_the_user_reaches_a_rank(nodes: Nodes) -> None:
     done = nodes.run(HOROVODRUN, "-np", "2", "env", FAKE_API_KEY="sesame", SOME_TOKEN="sesame")
     assert done.returncode == 0, done.stderr
@@ -169,6 +172,7 @@ def test_no_secret_of_the_user_reaches_a_rank(nodes: Nodes) -> None:
     assert "sesame" not in done.stdout
 
 
+@pytest.mark.seldom
 def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal(nodes: Nodes, folder: Path) -> None:
     waiting = f"trap 'exit 75' USR1; touch {folder}/$(hostname); while :; do sleep 0.1; done"
     job = nodes.start(HOROVODRUN, "-np", "2", "bash", "-c", waiting)
@@ -179,6 +183,7 @@ def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal(nodes: Nodes, 
     assert nodes.left(f"[t]ouch {folder}") == []
 
 
+@pytest.mark.seldom
 def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path) -> None:
     job = nodes.start("horovodrun", "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
     wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
@@ -188,6 +193,7 @@ def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path)
 
 
 @pytest.mark.fault
+@pytest.mark.seldom
 def test_the_ranks_of_a_host_that_lost_power_move_to_the_others(folder: Path) -> None:
     with up("cluster", "--nodes", "3") as nodes:
         launch([CLUSTER, "kill", "--name", nodes.name, "node1"])
@@ -201,6 +207,7 @@ def test_the_ranks_of_a_host_that_lost_power_move_to_the_others(folder: Path) ->
     assert (last["code"], last["hosts"], last["dropped"]) == (0, {"node0": 2, "node2": 2}, ["node1"])
 
 
+@pytest.mark.seldom
 def test_clusters_do_not_see_each_other_or_change_the_machine_and_end_with_their_owner(nodes: Nodes) -> None:
     before = interfaces()
     owner = subprocess.Popen(["sleep", "3600"])
@@ -222,6 +229,7 @@ def test_clusters_do_not_see_each_other_or_change_the_machine_and_end_with_their
 
 
 @pytest.mark.fault
+@pytest.mark.seldom
 def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
     with up("cluster", "--nodes", "2") as nodes:
         job = nodes.start("ssh", "node1", "sleep", "3600")
@@ -234,6 +242,7 @@ def test_nothing_is_left_of_a_cluster_whose_supervisor_was_killed() -> None:
         assert f"hvfreeze-cluster.{nodes.name}" not in directories()
 
 
+@pytest.mark.seldom
 def test_an_interrupted_up_leaves_nothing(nodes: Nodes) -> None:
     name = f"interrupted{os.getpid()}"
     starting = subprocess.Popen([CLUSTER, "up", "--nodes", "100", "--name", name], cwd=ROOT, start_new_session=True)
@@ -243,6 +252,7 @@ def test_an_interrupted_up_leaves_nothing(nodes: Nodes) -> None:
     wait_until(lambda: f"hvfreeze-cluster.{name}" not in directories(), what="the end of the cluster")
 
 
+@pytest.mark.seldom
 def test_a_name_that_is_taken_is_refused(nodes: Nodes) -> None:
     done = launch([CLUSTER, "up", "--nodes", "1", "--name", nodes.name])
     assert done.returncode == 1
@@ -258,6 +268,7 @@ def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Pa
     assert "ip is missing: apt-get install iproute2" in done.stderr
 
 
+@pytest.mark.seldom
 def test_a_wire_has_the_latency_that_was_asked_for_and_loses_no_byte_and_where_it_ends_one_node_is_dead(
     folder: Path,
 ) -> None:

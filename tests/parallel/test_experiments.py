@@ -20,13 +20,22 @@ from analysis.sweeps.sweep import plan
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
 from tests.parallel.sizes import seldom
-from tests.parallel.startup.handover import STANDING
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = pytest.mark.mpi
 ON_NODES = {"communication", "scaling", "strategies"}
-OFTEN = ("baseline", "communication", "peers")
-"""Ranks on this machine, ranks on nodes, and programs that are not ours."""
-SELDOM = ("static_sweep", "adaptive", "votes", "caching", "scaling", "pixels64", "exact_head", "compression")
+OFTEN = ("baseline",)
+SELDOM = (
+    "communication",
+    "peers",
+    "static_sweep",
+    "adaptive",
+    "votes",
+    "caching",
+    "scaling",
+    "pixels64",
+    "exact_head",
+    "compression",
+)
 SELDOM += ("strategies", "auto_parts", "grounds", "criteria", "own_scripts", "cores")
 """They differ in flags and pages, which tests/single/analysis tries without training."""
 
@@ -45,9 +54,9 @@ def sweep(name: str, folder: Path) -> list[str]:
 
 def variables() -> dict[str, str]:
     """A user's shell with little parallelism."""
-    known = environment({}, out=Path("/nonexistent"), timeout=300, ranks=2)
+    known = environment({}, timeout=300)
     of_tests = ("OMPI_", "HVFREEZE_")
-    return {name: value for name, value in known.items() if name == STANDING or not name.startswith(of_tests)}
+    return {name: value for name, value in known.items() if not name.startswith(of_tests)}
 
 
 Rows = dict[str, dict[str, Any]]
@@ -92,6 +101,7 @@ def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path)
     assert left == [], "checkpoints or weights are left"
 
 
+@pytest.mark.seldom
 def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on(folder: Path) -> None:
     own = folder / "killed"
     site = Site(work=own / "work" / "adaptive")

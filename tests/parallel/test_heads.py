@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,21 +10,19 @@ import pytest
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
-from tests.parallel.mpirun import mpirun
+from tests.parallel import standing
+from tests.parallel.sizes import sizes
 from tests.single.heads.table import CENTRES, CLASSES, CONSTANT, PENALTY, labelled_table
 
-WORKER = Path(__file__).with_name("workers") / "heads.py"
-
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.standing]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", sizes(3))
 def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: int) -> None:
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    result = mpirun(size, WORKER, timeout=120)
-    assert result.returncode == 0, str(result)
+    first, *others = standing.call(size, "heads", "fit")
 
     features, labels, _ = (column.numpy() for column in labelled_table())
     standardised = StandardScaler().fit_transform(features.astype(np.float64))
@@ -35,8 +32,8 @@ def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: i
     expected[:, CONSTANT] = 0
     right = (reference.predict(standardised) == labels).mean()
 
-    assert len({repr(rank) for rank in result.ranks}) == 1, "ranks report different heads"
-    found = result.ranks[0]["found"]
+    assert all(other == first for other in others), "ranks report different heads"
+    found = first["found"]
     assert len(found) == (2 if size == 1 else 4)
     for name, fit in found.items():
         assert fit["converged"], name
@@ -73,14 +70,14 @@ def test_solved_head_is_scikit_learns_on_all_rows_for_shares_of_any_size(size: i
     assert falls[-1] > 0.999, "the path ended while the held-out loss still fell"
     assert found["even"]["penalty"] == found["even"]["tried"][-2][0]
 
-    refused = result.ranks[0]["refused"]
+    refused = first["refused"]
     assert [text.split(";")[0] for text in refused] == [
         "head fit: 1 of 12 features are NaN or infinite, the first is number 3",
         "head fit: 17 penalties and no held-out samples to choose by",
         "head fit: there are no samples to fit on",
     ]
 
-    assert result.ranks[0]["decided"] == {
+    assert first["decided"] == {
         f"{name}, {count}": [239, [100], False, judges]
         for count, judges in (("few", 239), ("many", 23))
         for name in ("kernel", "linear")

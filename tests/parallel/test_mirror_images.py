@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.parallel.mpirun import hvfreeze
 from tests.parallel.sizes import sizes
+from tests.parallel.standing import hvfreeze
 from tests.program import call
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.standing]
 
 SMALL = ("--model", "tests.kept.small_model:small", "--batch-size", "4", "--epochs", "1", "--quiet")
 
@@ -58,8 +58,9 @@ def test_all_ranks_together_find_out_what_one_does(
     assert together["loss_without"] == pytest.approx(alone["loss_without"], rel=1e-3)
 
 
-def test_ranks_that_read_no_samples_hear_it_too(sides: Path, tmp_path: Path) -> None:
-    parted = found(2, sides, tmp_path / "parted", "--strategy", "grid", "--parts", "2", "--micro-batches", "1")
+@pytest.mark.parametrize("size", [2])
+def test_ranks_that_read_no_samples_hear_it_too(size: int, sides: Path, tmp_path: Path) -> None:
+    parted = found(size, sides, tmp_path / "parted", "--strategy", "grid", "--parts", "2", "--micro-batches", "1")
     assert parted["taken"] is False and parted["samples"] == 48
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.mpirun import hvfreeze
 from tests.parallel.sizes import sizes
+from tests.parallel.standing import hvfreeze
 from tests.single.training.test_overlap import TRAIN, copied, save_noise
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.standing]
 
 
 def found_by(size: int, folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int]]:
@@ -30,11 +30,12 @@ def test_one_copy_is_found_on_any_number_of_ranks(size: int, tmp_path: Path) -> 
     assert "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
 
 
-def test_ranks_that_hold_no_images_look_at_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [4])
+def test_ranks_that_hold_no_images_look_at_none(size: int, tmp_path: Path) -> None:
     folder = save_noise(tmp_path / "data", training=12)
     copied(folder)
     flags = ["--strategy", "grid", "--parts", "2", "--micro-batches", "1", "--shuffle", "global"]
-    [note], found = found_by(4, folder, tmp_path / "run", *flags)
+    [note], found = found_by(size, folder, tmp_path / "run", *flags)
     assert "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
 
 
@@ -42,7 +43,7 @@ def test_ranks_that_hold_no_images_look_at_none(tmp_path: Path) -> None:
 def test_streamed_images_of_ones_own_are_looked_at_by_all_ranks_together(size: int, tmp_path: Path) -> None:
     command = [*TRAIN, "--batch-size", "2", "--data", "tests.single.training.test_overlap:copied_elsewhere"]
     # Slurm leaves no memory for pixels.
-    result = hvfreeze(size, *command, "--run-dir", str(tmp_path / "run"), env={"SLURM_MEM_PER_NODE": "1"})
+    result = hvfreeze(size, *command, "--run-dir", str(tmp_path / "run"), SLURM_MEM_PER_NODE="1")
     assert result.returncode == 0, str(result)
     told = [line for line in result.stdout.splitlines() if "in training:" in line]
     assert len(told) == 1 and "such as sample 0 (in training: sample 3)" in told[0]

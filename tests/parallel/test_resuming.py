@@ -26,10 +26,12 @@ from tests.parallel.faulted import (
 from tests.parallel.mpirun import environment
 from tests.program import Outcome, call
 
+SOON = 60
+"""Seconds, on a machine that is busy; waiting for a rank that died would take the stall limit."""
+
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
-@pytest.mark.timeout(900)
 def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
     result = train(2, "-", straight)
@@ -42,13 +44,13 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     killed = train(2, "1:6:kill", folder, "--resume")
     assert killed.returncode == 128 + signal.SIGKILL, str(killed)
-    assert seconds_since(tmp_path) < 5
+    assert seconds_since(tmp_path) < SOON
     assert checkpoints(folder, size=2) == [1, 4]
     assert not (folder / "summary.json").exists()
 
     terminated = train(2, "1:9:terminate-launcher", folder, "--resume")
     assert terminated.returncode not in (0, 75), str(terminated)
-    assert seconds_since(tmp_path) < 5
+    assert seconds_since(tmp_path) < SOON
     assert checkpoints(folder, size=2) == [4, 8]
 
     resumed = train(2, "-", folder, "--resume")
@@ -126,7 +128,7 @@ def alone(fault: str, folder: Path, *more: str) -> Outcome:
     """A run of one process without a launcher."""
     ended = subprocess.run(
         [sys.executable, str(FAULTY), fault, "train", *TRAINING, "--run-dir", str(folder), *more],
-        env=environment({}, out=folder.parent, timeout=120, ranks=1),
+        env=environment({}, out=folder.parent, timeout=120),
         capture_output=True,
         text=True,
         timeout=120,

@@ -15,7 +15,7 @@ import pytest
 from hvfreeze.training import checkpoint_file as checkpoint
 from tests.parallel.mpirun import OUT_VARIABLE, ROOT, command_of, end_all, environment, processes_of
 from tests.parallel.nodes import wait_until
-from tests.parallel.startup.handover import STANDING
+from tests.parallel.sizes import seldom
 
 LONG = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "500"]
 LONG += ["--threads", "1", "--evaluate-every", "500", "--checkpoint-every", "1"]
@@ -25,20 +25,17 @@ LAUNCHERS = {
     "launch/mpirun.sh": [str(ROOT / "launch/mpirun.sh"), "-np", "2"],
 }
 
-pytestmark = [pytest.mark.mpi, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
 @contextmanager
-def job(launcher: str, out: Path, *, fresh: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """A job of two ranks that would train for long; afterwards none of its processes is left.
-
-    The ranks are children of the launcher where they are fresh, else copies of standing processes; see pool.py.
-    """
-    kept = {"HVFREEZE_KEEP": f"{OUT_VARIABLE} {STANDING} OMPI_MCA_plm OMPI_MCA_rmaps_base_oversubscribe"}
+def job(launcher: str, out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A job of two ranks that would train for long; afterwards none of its processes is left."""
+    kept = {"HVFREEZE_KEEP": f"{OUT_VARIABLE} OMPI_MCA_plm OMPI_MCA_rmaps_base_oversubscribe"}
     with (out / "output").open("wb") as output:
         started = subprocess.Popen(
             [*LAUNCHERS[launcher], sys.executable, "-m", "hvfreeze", "train", *LONG, "--run-dir", str(out / "run")],
-            env=environment(kept, out=out, timeout=200, ranks=0 if fresh else 2),
+            env=environment(kept, out=out, timeout=200),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -73,15 +70,15 @@ def trains(out: Path) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("launcher", "number", "early"),
     [
-        ("horovodrun", signal.SIGTERM, True),
-        ("mpirun", signal.SIGINT, False),
+        seldom("horovodrun", signal.SIGTERM, True),
+        seldom("mpirun", signal.SIGINT, False),
         ("launch/mpirun.sh", signal.SIGUSR1, False),
     ],
 )
 def test_a_signal_to_a_launchers_process_reaches_the_ranks_or_ends_the_job(
     launcher: str, number: signal.Signals, early: bool, tmp_path: Path
 ) -> None:
-    with job(launcher, tmp_path, fresh=early) as started:
+    with job(launcher, tmp_path) as started:
         if early:
             wait_until(lambda: ranks_that_notice(tmp_path) == 2, what="two ranks that have begun")
             assert not (tmp_path / "run").exists()

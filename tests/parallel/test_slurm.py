@@ -10,7 +10,7 @@ import pytest
 from tests.parallel.mpirun import ROOT
 from tests.parallel.nodes import Nodes, attempts, digest, scratch, training, up, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.torture import flips, kills
 from tests.torture.ledger import Ledger
 
-pytestmark = [pytest.mark.mpi, pytest.mark.fault, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
 def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path) -> None:
@@ -26,6 +26,7 @@ def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path) -
     assert sum("program" in entry for entry in found) == 2
 
 
+@pytest.mark.seldom
 def test_a_killed_run_comes_to_what_it_would_have_come_to(tmp_path: Path) -> None:
     expected, seconds = kills.straight(2, tmp_path / "straight")
     life, chance, complete = kills.Life(2, tmp_path / "life"), random.Random(0), False
@@ -38,7 +39,7 @@ def test_a_killed_run_comes_to_what_it_would_have_come_to(tmp_path: Path) -> Non
     assert kills.outcome(life.run) == expected != {**expected, "parameter_digest": "another"}
 
 
-@pytest.mark.torture
+@pytest.mark.seldom
 def test_a_stopped_torture_goes_on_and_tells_what_it_found(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.add("flip", seconds=0.1, faults=[])

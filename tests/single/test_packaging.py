@@ -27,8 +27,6 @@ BARE = (
     "from importlib.util import find_spec; print([n for n in ('cache', 'launch', 'analysis', 'tests') if find_spec(n)])"
 )
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -22,7 +22,6 @@ import torch
 
 from analysis.sweeps.kept import commit
 from hvfreeze.runs.environment import processor_name, version_of
-from tests.parallel import pool
 from tests.torture import disks, flips, kills
 from tests.torture.ledger import Ledger
 
@@ -101,7 +100,6 @@ def main(arguments: Sequence[str]) -> int:
             torture_disks(ledger, victim, rounds=given.disks, seed=given.seed)
         torture_jobs(ledger, scratch, rounds=given.kills, seed=given.seed)
     finally:
-        pool.end()
         shutil.rmtree(scratch, ignore_errors=True)
         versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "horovod", "mpi4py", "h5py"))
         ledger.write_up(

@@ -16,7 +16,6 @@ from typing import Any
 
 from hvfreeze.errors import HvfreezeError
 from hvfreeze.training import checkpoint_file as checkpoint
-from tests.parallel import pool
 from tests.parallel.mpirun import ROOT, end_all, environment, processes_of
 
 # Ten steps an epoch with two ranks; everything that a state may hold: cache, votes, an interval under way.
@@ -70,7 +69,11 @@ class Job:
         with (out / "output").open("wb") as output:
             self.launcher = subprocess.Popen(
                 ["mpirun", "-n", str(life.size), "--oversubscribe", "--bind-to", "none", *program],
-                env=environment(variables, out=out, timeout=3600, ranks=life.size),
+                env=environment(
+                    variables,
+                    out=out,
+                    timeout=3600,
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -86,14 +89,13 @@ class Job:
             return None
 
     def ranks(self) -> dict[int, int]:
-        """Return the process of each rank that there is: the copy of a standing process where it has been made."""
+        """Return the process of each rank that there is."""
         found: dict[int, int] = {}
         for pid in sorted(processes_of(self.out)):
-            with suppress(OSError, IndexError):
+            with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                copied = parent_of(pid) in pool.processes()
                 for value in (v.partition(b"=")[2] for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")):
-                    found[int(value)] = pid if copied else found.get(int(value), pid)
+                    found.setdefault(int(value), pid)
         return found
 
     def clear_up(self) -> dict[int, str]:
@@ -103,11 +105,6 @@ class Job:
             os.killpg(self.launcher.pid, signal.SIGKILL)
         self.launcher.wait()
         return left
-
-
-def parent_of(pid: int) -> int:
-    """The parent of a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def disturb(job: Job, life: Life, chance: random.Random, *, delay: float) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.prefix.features import Features
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import let_runs_build, messages, small_resnet
+from tests.parallel.workers.checking import let_runs_build, messages, small_resnet, with_folder
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted
 
 models: Any = torchvision.models
@@ -32,16 +31,16 @@ def vit() -> nn.Module:
     )
 
 
-def check_a_cached_run_is_the_uncached_run(world: World) -> None:
+@with_folder
+def check_a_cached_run_is_the_uncached_run(world: World, folder: Path) -> None:
     # What a family adds does not depend on the number of ranks: each takes part at one size or two.
     for build in {2: (mobilenet,), 3: (resnet, vit)}.get(world.size, (resnet,)):
         let_runs_build(lambda classes, build=build: build())  # type: ignore[misc]
-        compare(world, build.__name__)
+        compare(world, folder, build.__name__)
 
 
-def compare(world: World, model: str) -> None:
+def compare(world: World, root: Path, model: str) -> None:
     """Compare runs of the model that runs build."""
-    root = Path(sys.argv[1])
 
     def settings(name: str, **changes: Any) -> Any:
         # With two views the cut moves away from rows that were shown in half of an epoch, and from whole ones.
@@ -60,7 +59,8 @@ def compare(world: World, model: str) -> None:
         assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{model}, {name}: {summary}"
 
 
-def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: World) -> None:
+@with_folder
+def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: World, folder: Path) -> None:
     let_runs_build(lambda classes: resnet())
     move, sent = Features.move, list[list[str]]()
 
@@ -73,7 +73,7 @@ def check_following_the_cut_takes_a_message_for_each_thing_to_agree_on(world: Wo
     Features.move = counted  # type: ignore[method-assign,assignment]
     changes = {**SCHEDULED, "cache": "on", "augment": "none"}
     try:
-        run(configuration(Path(sys.argv[1]) / "counted", world.size, **changes), world)
+        run(configuration(folder / "counted", world.size, **changes), world)
     finally:
         Features.move = move  # type: ignore[method-assign]
     steps = (

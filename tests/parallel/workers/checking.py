@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +45,20 @@ def messages(world: World) -> Iterator[list[str]]:
         yield names
     finally:
         del world.wait
+
+
+def with_folder(check: Callable[[World, Path], None]) -> Callable[[World], None]:
+    """Call a check with a directory that all ranks see, empty at first and gone in the end."""
+
+    @functools.wraps(check)
+    def whole(world: World) -> None:
+        folder = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "", name="folder")
+        check(world, Path(folder))
+        world.barrier(name="folder")
+        if world.rank == 0:
+            shutil.rmtree(folder)
+
+    return whole
 
 
 class Trial:

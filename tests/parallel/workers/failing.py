@@ -1,36 +1,63 @@
-"""Checks of which some fail, for the test of checks.py itself."""
+"""Checks that do not hold, each in another way, for the test of standing.py."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hvfreeze.comm.world import World
 
-
-def setting(world: World, root: Path) -> World:
-    vars(sys.modules["__main__"])["PATIENCE_SECONDS"] = 1.0
-    return world
-
-
-def check_one_rank(world: World) -> None:
-    world.barrier(name="one")
-    assert world.rank == 0, "nothing holds here"
-
-
-def check_all_ranks(world: World) -> None:
-    world.barrier(name="all")
-    raise KeyError("nobody expected this")
+kept: list[object] = []
 
 
 def check_that_holds(world: World) -> None:
     world.barrier(name="holds")
 
 
-def check_one_that_others_wait_for(world: World) -> None:
+def check_that_fails_on_one_rank(world: World) -> None:
+    world.barrier(name="one")
+    assert world.rank == 0, "nothing holds here"
+
+
+def check_that_others_wait_in(world: World) -> None:
     assert world.rank > 0
     world.barrier(name="waits")
 
 
-def check_that_is_not_reached(world: World) -> None:
-    world.barrier(name="late")
+def check_that_hangs(world: World) -> None:
+    if world.rank == world.size - 1:
+        time.sleep(3600)
+
+
+def check_that_kills_its_rank(world: World) -> None:
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier(name="killed")
+
+
+def check_that_leaves_something(world: World) -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    kept.append(listener)
+    if world.rank == 0:
+        Path("forgotten.txt").touch()
+        script = "import subprocess; subprocess.Popen(['sleep', '3600'], start_new_session=True)"
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def check_that_changes_its_process(world: World) -> None:
+    os.environ["LEFT"] = "1"
+    os.chdir("/")
+    sys.path.insert(0, "/left")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def check_that_finds_its_process_as_it_was(world: World) -> None:
+    assert "LEFT" not in os.environ and os.getcwd() != "/" and "/left" not in sys.path
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,6 @@ from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
-from tests.parallel.mpirun import OUT_VARIABLE, command_of, processes_of
 from tests.parallel.workers.checking import let_models_be_small
 
 make_step = loop.train_step
@@ -73,9 +71,7 @@ def spin(job: Job) -> None:
 
 def terminate_launcher(job: Job) -> None:
     note_the_time(job)
-    # Not the parent, which is a standing process; see pool.py.
-    (launcher,) = (pid for pid in processes_of(Path(os.environ[OUT_VARIABLE])) if command_of(pid).startswith("mpirun "))
-    os.kill(launcher, signal.SIGTERM)
+    os.kill(os.getppid(), signal.SIGTERM)
     while True:
         time.sleep(1)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.horovod_world import open_world
-from hvfreeze.comm.world import World, end_job_on_exception
+from hvfreeze.comm.world import World
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import linear
 from hvfreeze.heads.kernel import KernelFit, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
-from tests.parallel.mpirun import report
 from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table, sides
 
 
@@ -41,32 +40,33 @@ def digest(fit: HeadFit) -> str:
     return hashlib.sha256(tensors + repr(fit.summary()).encode()).hexdigest()
 
 
-def main() -> None:
-    world = open_world()
-    end_job_on_exception(world)
+def fit(world: World) -> dict[str, Any]:
     table = labelled_table()
     # Of so many rows the penalty is chosen on a part.
-    fitting.MOST_COMPARED, fitting.MOST_FACTORED_ROWS = len(table[1]) // 2, 0
+    with patch.multiple(fitting, MOST_COMPARED=len(table[1]) // 2, MOST_FACTORED_ROWS=0):
+        return {"found": fits(world, table), "refused": refusals(world, table), "decided": decisions(world)}
+
+
+def fits(world: World, table: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    """Return by the name of the split the heads that all ranks fit together."""
     found = {}
     for name, split in shares(world.size, len(table[1])).items():
         rows = mine(world, split, table)
-        fits = [fit_softmax(rows, classes=CLASSES, world=world, penalties=[PENALTY], tolerance=2e-5) for _ in range(2)]
-        digests = world.allgather_object([digest(fit) for fit in fits], name="digests")
-        assert len({d for pair in digests for d in pair}) == 1, f"{name}: ranks or repetitions differ: {digests}"
+        pair = [fit_softmax(rows, classes=CLASSES, world=world, penalties=[PENALTY], tolerance=2e-5) for _ in range(2)]
+        digests = world.allgather_object([digest(fit) for fit in pair], name="digests")
+        assert len({d for both in digests for d in both}) == 1, f"{name}: ranks or repetitions differ: {digests}"
         chosen = fit_softmax(rows, classes=CLASSES, world=world)
         assert len(set(world.allgather_object(digest(chosen), name="chosen"))) == 1, name
         found[name] = {
-            "coefficients": fits[0].coefficients.tolist(),
-            "weight": fits[0].weight.tolist(),
-            "bias": fits[0].bias.tolist(),
-            "converged": fits[0].converged,
+            "coefficients": pair[0].coefficients.tolist(),
+            "weight": pair[0].weight.tolist(),
+            "bias": pair[0].bias.tolist(),
+            "converged": pair[0].converged,
             "compared": compared(world, rows, name),
             "penalty": chosen.penalty,
             "tried": [[trial.penalty, trial.held_out_loss, trial.held_out_accuracy] for trial in chosen.trials],
         }
-    refused = refusals(world, table)
-    report(world.rank, found=found, refused=refused, decided=decisions(world))
-    world.close()
+    return found
 
 
 def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
@@ -115,10 +115,10 @@ def decisions(world: World) -> dict[str, Any]:
     rows = RowsInMemory(views, labels[own].repeat(2), held_out, own.repeat(2), mirrored)
     told = {}
     for few in (True, False):
-        fitting.MOST_LEFT_OUT, linear.FEW_ROWS = (1000, 1000) if few else (0, 0)
-        fitting.MOST_FACTORED_ROWS = 0
-        compared = fit_kernel(rows, classes=2, world=world, memory_bytes=2**30, compare_mirrored=True)
-        separated = fit_softmax(rows, classes=2, world=world, compare_mirrored=True)
+        most = 1000 if few else 0
+        with patch.object(fitting, "MOST_LEFT_OUT", most), patch.object(linear, "FEW_ROWS", most):
+            compared = fit_kernel(rows, classes=2, world=world, memory_bytes=2**30, compare_mirrored=True)
+            separated = fit_softmax(rows, classes=2, world=world, compare_mirrored=True)
         for name, fit in (("kernel", compared), ("linear", separated)):
             assert fit is not None and fit.mirror is not None
             digests = world.allgather_object(
@@ -151,6 +151,3 @@ def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:
     except UsageError as error:
         met.append(str(error))
     return met
-
-
-main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hvfreeze.heads import centres, kernel
 from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.points import OwnPoints
 from hvfreeze.prefix.features import Features
-from tests.parallel.workers.checking import let_models_be_small
+from tests.parallel.workers.checking import let_models_be_small, with_folder
 from tests.parallel.workers.runs import Runs, stopped_solving
 
 BATCH = 16
@@ -56,9 +55,10 @@ def stopped_in_the_solver(runs: Runs, name: str, *, at: str = "", **changes: Any
     stopped_solving(runs, name, when=lambda count, note: count == 0 and at in note, **changes)
 
 
-def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: World) -> None:
+@with_folder
+def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: World, root: Path) -> None:
     let_models_be_small()
-    root, fetched = Path(sys.argv[1]), Fetched()
+    fetched = Fetched()
     # Where each row is left out in turn, the choice has no passes to be stopped in.
     kernel.MOST_LEFT_OUT, kernel.MOST_FACTORED_ROWS = 20, 0
     runs = Runs(world, root, SETTINGS)
@@ -109,9 +109,10 @@ def check_points_that_are_kept_make_the_same_head_and_no_others_are_used(world: 
         assert summary["head"] == straight["head"] and summary["test_accuracy"] == straight["test_accuracy"], name
 
 
-def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World) -> None:
+@with_folder
+def check_a_solver_that_is_stopped_goes_on_where_it_was(world: World, folder: Path) -> None:
     let_models_be_small()
-    root = Path(sys.argv[1]) / "centres"
+    root = folder / "centres"
     # A poor sample and a small tolerance, for many steps; the penalty is chosen without passes.
     kernel.MOST_LEFT_OUT, kernel.SAMPLED, centres.ANSWERS_TOLERANCE = 1_000, 1, 1e-6
     runs = Runs(world, root, {**SETTINGS, "centres": 40})

@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +23,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.integration.cached_loader import CachedLoader
 from hvfreeze.integration.optimizer import DistributedOptimizer
+from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import note_what_is_told, raises
 from tests.parallel.workers.own_optimizer import start as start
 
@@ -230,8 +230,9 @@ def check_evidence_does_not_depend_on_the_scale_of_losses(world: World) -> None:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(row), rtol=1e-4, atol=0)
 
 
-def check_ranks_cache_where_rank_0_does_if_nobody_names_a_directory(world: World) -> None:
-    caches = [f"{sys.argv[1]}/cache{rank}" for rank in range(world.size)]
+@with_folder
+def check_ranks_cache_where_rank_0_does_if_nobody_names_a_directory(world: World, folder: Path) -> None:
+    caches = [str(folder / f"cache{rank}") for rank in range(world.size)]
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), caches[world.rank]
     try:
         model = dense()

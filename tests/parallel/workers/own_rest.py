@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 import torch
 
@@ -22,13 +21,15 @@ from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import RunningWorld, script_world
 from tests.parallel.workers.own_optimizer import note_what_is_told
 
-RUNNING = sys.argv[2] == "own_rest:started"
+started = False
 told: list[str] = []
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
 
 
 def start(how: str) -> World:
+    global started
+    started = how == "started"
     import horovod.torch as hvd
 
     hostname = f"node{os.environ['OMPI_COMM_WORLD_RANK']}"
@@ -36,7 +37,7 @@ def start(how: str) -> World:
     os.environ.pop(CYCLE_TIME, None)
     note_what_is_told(told)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    if how == "started":
+    if started:
         hvd.init()
     if how == "loop":
         return script_world()
@@ -45,8 +46,8 @@ def start(how: str) -> World:
 
 def check_how_long_horovod_rests(world: World) -> None:
     lines = [line for line in told if "computing threads fill the nodes' cores" in line]
-    assert isinstance(world, HorovodWorld) and isinstance(world, RunningWorld) == RUNNING
-    if RUNNING:
+    assert isinstance(world, HorovodWorld) and isinstance(world, RunningWorld) == started
+    if started:
         assert CYCLE_TIME not in os.environ
         assert all(f"set {CYCLE_TIME}={LONG_CYCLE_MS} before hvd.init()" in line for line in lines)
     else:

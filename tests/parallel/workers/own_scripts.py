@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +21,7 @@ from hvfreeze.examples import image, text
 from hvfreeze.examples.data import TextClassifier, digits, reviews
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.torchvision_shim import torchvision
+from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import start as start
 
 MODEL = "shufflenet_v2_x0_5"
@@ -75,10 +75,11 @@ def loop(model: torch.nn.Module, data: Any, rows: int, *, lr: float, cycle: bool
     return parameter_digest(model)
 
 
-def check_one_rank_is_plain_pytorch(world: World) -> None:
+@with_folder
+def check_one_rank_is_plain_pytorch(world: World, folder: Path) -> None:
     if world.size > 1:
         return
-    directory = Path(sys.argv[1]) / "one"
+    directory = folder / "one"
     torch.manual_seed(0)
     model = torchvision.models.get_model(MODEL, num_classes=10)
     expected = loop(model, digits(72)[0], 6, lr=1e-3, cycle=True, norm=5.0)
@@ -112,9 +113,10 @@ def check_horovod_alone_trains_alike(world: World) -> None:
     torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
 
 
-def check_a_cache_changes_no_bit_of_a_script(world: World) -> None:
+@with_folder
+def check_a_cache_changes_no_bit_of_a_script(world: World, folder: Path) -> None:
     for kind, run in (("image", run_image), ("text", run_text)):
-        directory = Path(sys.argv[1]) / kind
+        directory = folder / kind
         model, optimizer, losses = run(7, None)
         assert optimizer.freezer.cut > 0, f"{kind}: no block was ever frozen"
         optimizer.freezer.average_statistics()

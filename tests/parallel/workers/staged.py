@@ -320,7 +320,7 @@ def names_of(run: dict[str, Any]) -> list[str]:
     return [stage["stage"] for stage in run["stages"] if stage["steps"]]
 
 
-def check_blocks_as_before(runs: Runs, run: dict[str, Any], name: str, solved: dict[str, Any]) -> None:
+def see_blocks_as_before(runs: Runs, run: dict[str, Any], name: str, solved: dict[str, Any]) -> None:
     """Compare what tuning was tried on, in vain, with what nothing was tried on."""
     for key in ("test_accuracy", "head"):
         assert run[key] == solved[key], f"the blocks are not as they were: {key}"
@@ -342,7 +342,7 @@ def check_trials(runs: Runs) -> None:
     for name, run in {"tried": tried, "few": few, "diverged": diverged}.items():
         assert names_of(run) == ["try", "solve"], run["stages"]
         assert run["trial"]["way"] == f"sgd at {'1e+30' if name == 'diverged' else '0.05'}", run["trial"]
-        check_blocks_as_before(runs, run, name, solved)
+        see_blocks_as_before(runs, run, name, solved)
     assert tried["trial"]["before"] > 0 and tried["trial"]["after"] > 0 and diverged["trial"]["after"] is None
     cuts = [cut for _, _, cut in tried["cut_history"]]
     assert cuts[0] == 0 and cuts[-1] == 5
@@ -436,7 +436,7 @@ def check_whole_tunings(runs: Runs) -> None:
         assert names_of(run) == ["tune", "solve"], run["stages"]
         assert "kept" not in run["stages"][0], "what was taken back has no layer of its own to be judged by"
         assert run["head"] == solved["head"], "only held-out samples have chosen, as for blocks that saw the others"
-        check_blocks_as_before(runs, run, name, solved)
+        see_blocks_as_before(runs, run, name, solved)
     assert stays["steps"] < in_vain["steps"] + solved["steps"], "the first of two tunings is judged"
     assert straight["trial"]["samples"] and straight["parameter_digest"] != solved["parameter_digest"]
     assert names_of(longer) == ["tune", "solve", "tune", "solve"], longer["stages"]

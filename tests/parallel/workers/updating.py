@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
-from tests.parallel.workers.checking import let_models_be_small
+from tests.parallel.workers.checking import let_models_be_small, with_folder
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
 
 KEPT = {"keep": "best", "early_stop": 2}
@@ -74,11 +73,12 @@ def compare_resumed(world: World, root: Path, name: str) -> str:
     return str(straight["parameter_digest"])
 
 
-def check_ranks_of_other_arithmetic_are_refused(world: World) -> None:
+@with_folder
+def check_ranks_of_other_arithmetic_are_refused(world: World, folder: Path) -> None:
     compute = data_parallel.arithmetic_of
     data_parallel.arithmetic_of = lambda shapes: f"{compute(shapes)} {world.rank}"
     try:
-        prepare(configuration(Path(sys.argv[1]) / "odd", world.size, clip_grad=1.0), world)
+        prepare(configuration(folder / "odd", world.size, clip_grad=1.0), world)
     except UsageError as error:
         assert error.everywhere and "rank 1 computes other norms" in str(error), error
     else:
@@ -87,8 +87,9 @@ def check_ranks_of_other_arithmetic_are_refused(world: World) -> None:
         data_parallel.arithmetic_of = compute
 
 
-def check_a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache(world: World) -> None:
-    root, make_step = Path(sys.argv[1]), loop.train_step
+@with_folder
+def check_a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache(world: World, root: Path) -> None:
+    make_step = loop.train_step
     digests = {}
     for name in SETTINGS:
         digests[name] = compare_resumed(world, root, name)

@@ -24,7 +24,6 @@ def trained(folder: Path, program: str) -> Run:
     return load_run(launch(planned, Site(work=folder), timeout=200.0))
 
 
-@pytest.mark.usefixtures("copied")
 def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
     ours, theirs = trained(tmp_path, "hvfreeze"), trained(tmp_path, "analysis.ddp")
     same = ("epoch", "step", "train_loss", "train_accuracy", "test_accuracy")
@@ -34,7 +33,6 @@ def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
     assert theirs.train_seconds == pytest.approx(sum(line["train_seconds"] for line in theirs.metrics), rel=0.05)
 
 
-@pytest.mark.usefixtures("copied")
 def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
     planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
     with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from hvfreeze.cache.file.format import NAMES
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.reader import ActivationFile
@@ -68,7 +66,6 @@ def flip_results(path: Path, flips: list[tuple[int, int]]) -> list[str]:
     return [results[number] for number in range(len(flips))]
 
 
-@pytest.mark.slow
 def test_no_bit_flip_anywhere_in_a_file_is_used_silently(tmp_path: Path) -> None:
     path = write_file(tmp_path, num_rows=12)
     _, regions = find_regions(path, names=NAMES)

@@ -212,7 +212,7 @@ def killed_at_every_write(place: Path, *more: str) -> set[str]:
     ended = subprocess.run(
         [sys.executable, str(script), str(place), *more],
         cwd=ROOT,
-        env=environment({}, out=place.parent, timeout=240, ranks=1),
+        env=environment({}, out=place.parent, timeout=240),
         capture_output=True,
         text=True,
         timeout=240,
@@ -224,7 +224,6 @@ def killed_at_every_write(place: Path, *more: str) -> set[str]:
     return {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
 
 
-@pytest.mark.slow
 @pytest.mark.fault
 def test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one(tmp_path: Path) -> None:
     place = tmp_path / "cache"
@@ -232,7 +231,6 @@ def test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one(tmp_path
     assert killed_at_every_write(place) == {"absent", "40 rows"}
 
 
-@pytest.mark.slow
 @pytest.mark.fault
 def test_a_process_killed_while_it_completes_a_partial_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     place, keys = tmp_path / "cache", make_keys(40)

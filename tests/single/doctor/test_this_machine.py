@@ -128,7 +128,6 @@ def test_root_is_allowed_to_start_ranks_by_both_variables_alone(
     assert user.verdict == verdict
 
 
-@pytest.mark.slow
 def test_doctor_finds_this_machine_usable(capsys: pytest.CaptureFixture[str]) -> None:
     code = checks.run_doctor()
     shown = capsys.readouterr().out

@@ -68,7 +68,6 @@ def test_a_signal_that_was_ignored_beforehand_stays_ignored() -> None:
     assert paused == ["False", "True"]
 
 
-@pytest.mark.slow
 def test_a_command_that_ignores_its_end_is_killed_with_all_that_it_started() -> None:
     process = guarded("trap '' TERM; sh -c 'echo $$; while :; do sleep 0.1; done'")
     left = int(read_line(process))

@@ -219,7 +219,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp
         check=True,
         timeout=120,
         cwd=ROOT,
-        env=environment({}, out=tmp_path, timeout=120, ranks=1),
+        env=environment({}, out=tmp_path, timeout=120),
     )
     found = []
     for number in range(len(list(copies.iterdir()))):

@@ -149,7 +149,6 @@ def test_what_is_probably_not_meant_is_noted(tmp_path: Path) -> None:
     assert "no vote" not in frozen.stdout and "random" not in silent.stdout
 
 
-@pytest.mark.usefixtures("copied")
 def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         for flags, code in (([], 0), (["--json"], 3)):
@@ -198,7 +197,6 @@ def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypat
     assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
 
 
-@pytest.mark.usefixtures("copied")
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*SMALL, "--epochs", "1000", "--checkpoint-every", "2s", "--run-dir", str(folder)]

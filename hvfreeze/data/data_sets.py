@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
-from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders
+from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import READING, PixelArray, one_shape
@@ -146,8 +146,13 @@ def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
     Raises RefusedError where it is absent and cannot be downloaded.
     """
     root = root_of(directory)
-    if name in ARCHIVES and not any(is_folder(root / part) for part in (ARCHIVES[name].folder, "train", "test")):
+    if name in ARCHIVES and not is_folder(root / ARCHIVES[name].folder) and not has_splits(root):
         download(root, ARCHIVES[name])
+
+
+def has_splits(root: Path) -> bool:
+    """Tell whether a folder is there and holds splits."""
+    return is_folder(root) and bool(splits_in(root))
 
 
 def root_of(directory: str | os.PathLike[str] | None) -> Path:
@@ -166,7 +171,7 @@ def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | 
     if not is_folder(root):
         way_out = "--data-dir" if directory is not None else "--data-dir or $HVFREEZE_DATA"
         raise RefusedError(f"data folder {root} {absence_of(root)}; name one with {way_out}")
-    if name in ARCHIVES and not (is_folder(root / "train") or is_folder(root / "test")):
+    if name in ARCHIVES and not splits_in(root):
         raise RefusedError(
             f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "
             "--data-dir or $HVFREEZE_DATA"

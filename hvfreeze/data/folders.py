@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
+from hvfreeze.data.split_names import SPELLINGS, find_split_folders
 from hvfreeze.errors import RefusedError
 from hvfreeze.wording import plural
 
-SPLITS = ("train", "val", "test")
 MOST_SUFFIXES = 8
 _PROBES = 64
 _HOLD_OUT_FRACTION = 0.1
@@ -37,7 +38,7 @@ class Listing:
     classes: tuple[str, ...]
     """Folder names sorted as bytes."""
     paths: tuple[str, ...]
-    """CLASS/.../IMAGE relative to `root`, sorted as bytes."""
+    """CLASS/.../IMAGE relative to `root`, sorted as bytes; see `meant_by` for how CLASS is written."""
     num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """The size of each file, in the same order."""
     times: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -47,8 +48,10 @@ class Listing:
 
     def labels(self) -> list[int]:
         """Return the class of every path, an index into `classes`."""
-        label_of = {name: label for label, name in enumerate(self.classes)}
-        return [label_of[path.partition("/")[0]] for path in self.paths]
+        label_of = {meant_by(name): label for label, name in enumerate(self.classes)}
+        folders = {path.partition("/")[0] for path in self.paths}
+        labels = {name: label_of[meant_by(name)] for name in folders}
+        return [labels[path.partition("/")[0]] for path in self.paths]
 
     def chosen(self, rows: Ids) -> Listing:
         """Return the listing of some of its images."""
@@ -81,7 +84,7 @@ class Folders:
 
     root: Path
     listings: dict[str, Listing]
-    """By split: train, test, and val where there are all three."""
+    """By split: train and test."""
     notes: list[str]
     sizes: dict[tuple[int, int], str]
     """Distinct (height, width) of a few images, each with the path of one."""
@@ -129,47 +132,181 @@ def absence_of(folder: Path) -> str:
     return "is no folder" if os.path.lexists(folder) else "does not exist"
 
 
-def scan(root: Path, *, fewest: int = 2) -> Listing:
+SYSTEM_FOLDERS = frozenset(
+    {
+        "#recycle",
+        "#snapshot",
+        "$recycle.bin",
+        "@eadir",
+        "@recently-snapshot",
+        "@recycle",
+        "@tmp",
+        "__macosx",
+        "__pycache__",
+        "lost+found",
+        "recycler",
+        "system volume information",
+    }
+)
+"""In which storage systems and archives keep thumbnails, old versions and removed files."""
+
+
+@dataclass
+class PassedOver:
+    """What is passed over in a folder and its sub-folders."""
+
+    suffixes: Counter[str] = field(default_factory=Counter)
+    """Files that are no images, by suffix."""
+    system: Counter[str] = field(default_factory=Counter)
+    """Names of `SYSTEM_FOLDERS`."""
+
+    def add(self, other: PassedOver) -> None:
+        """Count what another one has counted."""
+        self.suffixes += other.suffixes
+        self.system += other.system
+
+    def in_words(self, before: str) -> str:
+        """Return how many files of which suffixes there are, the most frequent first; nothing where there are none."""
+        each = sorted(self.suffixes.items(), key=lambda found: (-found[1], found[0]))
+        more = len(each) - MOST_SUFFIXES
+        shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
+        rest = f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else ""
+        return f"{before}{shown}{rest}" if each else ""
+
+    def notes(self, folder: Path) -> list[str]:
+        """Return what the user should know of it."""
+        notes, count = list[str](), sum(self.suffixes.values())
+        if count:
+            files = plural(count, "file is passed over, no image by its", "files are passed over, no images by their")
+            notes.append(f"{folder}: {files} suffix: {self.in_words('')}")
+        if self.system:
+            folders = plural(sum(self.system.values()), "system folder is", "system folders are")
+            notes.append(f"{folder}: {folders} passed over: {', '.join(sorted(self.system))}")
+        return notes
+
+
+def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
     """Return all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
 
-    Names that begin with a dot, files that are no images by their suffix, and files that lie in no class folder are
-    passed over; notes tell of the latter two. Raises RefusedError where the folder is missing, unreadable or empty,
-    holds fewer than `fewest` classes, or a class has no image.
+    Names that begin with a dot, `SYSTEM_FOLDERS`, files that are no images by their suffix, and files that lie in no
+    class folder are passed over; notes tell of all but the first. A class folder without an image is passed over where
+    `of_test`, else refused.
+
+    Raises:
+        RefusedError: the folder is missing, unreadable or empty, or holds fewer than `fewest` classes; two class names
+            look equal; or the folders are no classes, see `refuse_splits`.
     """
-    entries = _entries(root)
-    classes = [name for name, folder in entries if folder]
-    loose = sum(name.lower().endswith(SUFFIXES) for name, folder in entries if not folder)
-    lie = plural(loose, "image lies in no class folder and is", "images lie in no class folder and are")
-    beside = [f"{root}: {lie} passed over"] if loose else []
-    others: Counter[str] = Counter(suffix_of(name) for name, folder in entries if not folder)
-    for suffix in SUFFIXES:
-        del others[suffix]
-    if not classes:
+    passed = PassedOver()
+    entries = _entries(root, passed)
+    names = [name for name, folder in entries if folder]
+    loose = sum(is_image(name) for name, folder in entries if not folder)
+    passed.suffixes.update(suffix_of(name) for name, folder in entries if not folder and not is_image(name))
+    if not names:
         count = plural(fewest, "class", "classes")
         raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least {count}")
-    found: list[Image] = []
-    for name in classes:
-        unknown: Counter[str] = Counter()
-        inside = files_below(root / name, unknown)
-        if not inside:
+    refuse_equal_looks(root, names)
+    found: dict[str, list[Image]] = {}
+    for name in names:
+        inside = PassedOver()
+        found[name] = files_below(root / name, inside)
+        if not found[name] and not of_test:
             raise RefusedError(
-                f"class folder {root / name} holds no image ({', '.join(SUFFIXES)}){told_of(unknown, ' but ')}; add "
+                f"class folder {root / name} holds no image ({', '.join(SUFFIXES)}){inside.in_words(' but ')}; add "
                 "images or remove the folder"
             )
-        others += unknown
-        found += [(f"{name}/{path}", size, time) for path, size, time in inside]
+        passed.add(inside)
+    classes = [name for name in names if found[name]]
+    if not classes:
+        raise RefusedError(f"{root} holds no image ({', '.join(SUFFIXES)}) in its class folders; add images")
     if len(classes) < fewest:
         raise RefusedError(f"{root} holds one class only ({classes[0]}); training needs at least two class folders")
-    found.sort(key=lambda image: os.fsencode(image[0]))
-    paths, sizes, times = zip(*found, strict=True)
+    refuse_splits(root, {name: [path for path, *_ in found[name]] for name in classes})
+    images = [(f"{name}/{path}", size, time) for name in classes for path, size, time in found[name]]
+    images.sort(key=lambda image: os.fsencode(image[0]))
+    paths, sizes, times = zip(*images, strict=True)
+    lie = plural(loose, "image lies in no class folder and is", "images lie in no class folder and are")
     return Listing(
         root=root,
         classes=tuple(sorted(classes, key=os.fsencode)),
         paths=paths,
         num_bytes=np.array(sizes, np.int64),
         times=np.array(times, np.int64),
-        notes=(*notes_on_others(root, others), *beside),
+        notes=(*passed.notes(root), *([f"{root}: {lie} passed over"] if loose else [])),
     )
+
+
+def refuse_splits(root: Path, paths: Mapping[str, Sequence[str]]) -> None:
+    """Raise RefusedError where class folders hold no images themselves, but all of them the same sub-folders.
+
+    Such are splits, folds or data sets side by side, whose sub-folders are the classes. One sub-folder alone, as in
+    CLASS/images/, is no sign of it. `paths` are each class's images, relative to its folder.
+    """
+    inside = [{path.partition("/")[0] for path in images if "/" in path} for images in paths.values()]
+    shared = sorted(set.intersection(*inside))
+    if len(paths) > 1 and len(shared) > 1 and not any("/" not in path for images in paths.values() for path in images):
+        raise RefusedError(
+            f"{root} holds {first_few(sorted(paths))}, which hold no images themselves, but the same folders "
+            f"({first_few(shared)}): they look like splits, not classes; name splits train/ and test/, or one data set "
+            "with --data-dir, or move each class's images right into its folder"
+        )
+
+
+def meant_by(name: str) -> str:
+    """Return a name in the form in which composed and decomposed accents, as other systems write them, are equal."""
+    return unicodedata.normalize("NFC", name)
+
+
+def looks_of(name: str) -> str:
+    """Return a form that is equal for names which are easily taken for each other."""
+    letters = unicodedata.normalize("NFKC", name).casefold()
+    return " ".join("".join(letter for letter in letters if unicodedata.category(letter) != "Cf").split())
+
+
+def refuse_equal_looks(root: Path, names: Sequence[str]) -> None:
+    """Raise RefusedError where two folders mean the same name."""
+    known: dict[str, str] = {}
+    for name in names:
+        other = known.setdefault(meant_by(name), name)
+        if other != name:
+            raise RefusedError(
+                f"{root} holds two class folders that look equal: {other!a} and {name!a}, whose accents are "
+                "composed and decomposed; move the images of one into the other"
+            )
+
+
+def with_classes_of(test: Listing, train: Listing) -> Listing:
+    """Return the test set with the classes of the training set, which may have more; a note names these.
+
+    Raises:
+        RefusedError: the test set has a class that the training set lacks.
+    """
+    known = {meant_by(name): name for name in train.classes}
+    odd = [name for name in test.classes if meant_by(name) not in known]
+    if odd:
+        alike = [name for name in train.classes if looks_of(name) == looks_of(odd[0])]
+        hint = f", which has {alike[0]!a} where this is {odd[0]!a}; rename one" if alike else ""
+        raise RefusedError(
+            f"class folder {test.root / odd[0]} is missing in {train.root}"
+            + (hint or "; add training images of that class, or take its folder out of the test set")
+        )
+    tested = set(map(meant_by, test.classes))
+    absent = [name for name in train.classes if meant_by(name) not in tested]
+    notes = test.notes
+    if absent:
+        each = plural(len(absent), "class", "classes")
+        notes += (f"{test.root} has no image of {each} ({first_few(absent)}): accuracy says nothing of these",)
+    return replace(test, classes=train.classes, notes=notes)
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = len(names) - MOST_SUFFIXES
+    return ", ".join(names[:MOST_SUFFIXES]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_image(name: str) -> bool:
+    """Tell whether a file is an image by its suffix."""
+    return name.lower().endswith(SUFFIXES)
 
 
 def suffix_of(name: str) -> str:
@@ -177,43 +314,22 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(name)[1].lower() or "no suffix"
 
 
-def told_of(others: Mapping[str, int], before: str) -> str:
-    """Return how many files of which suffixes there are, the most frequent first; nothing where there are none."""
-    each = sorted(others.items(), key=lambda found: (-found[1], found[0]))
-    more = len(each) - MOST_SUFFIXES
-    shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
-    return (
-        f"{before}{shown}" + (f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else "")
-        if each
-        else ""
-    )
-
-
-def notes_on_others(folder: Path, others: Mapping[str, int]) -> list[str]:
-    """Return what the user should know of files that are passed over as they are no images by their suffix."""
-    count = sum(others.values())
-    if count == 0:
-        return []
-    files = plural(count, "file is passed over, no image by its", "files are passed over, no images by their")
-    return [f"{folder}: {files} suffix: {told_of(others, '')}"]
-
-
-def images_below(folder: Path, others: Counter[str]) -> list[str]:
+def images_below(folder: Path, passed: PassedOver) -> list[str]:
     """Return the images in a folder and its sub-folders, relative to it and sorted as bytes, as `scan` sees them.
 
-    Counts in `others` the files that are passed over, by suffix. Raises RefusedError as `files_below` does.
+    Counts in `passed` what is passed over. Raises RefusedError as `files_below` does.
     """
-    return sorted((path for path, *_ in files_below(folder, others)), key=os.fsencode)
+    return sorted((path for path, *_ in files_below(folder, passed)), key=os.fsencode)
 
 
 Image = tuple[str, int, int]
 """A file's path, its size in bytes, and when it was last changed, in nanoseconds."""
 
 
-def files_below(folder: Path, others: Counter[str]) -> list[Image]:
+def files_below(folder: Path, passed: PassedOver) -> list[Image]:
     """Return the images in a folder and its sub-folders, in any order; each file's size and time are asked for once.
 
-    Counts in `others` the files that are passed over, by suffix. Raises RefusedError where a folder cannot be read, or
+    Counts in `passed` what is passed over. Raises RefusedError where a folder cannot be read, or
     is a link to one that it lies in.
     """
     images: list[Image] = []
@@ -226,13 +342,16 @@ def files_below(folder: Path, others: Counter[str]) -> list[Image]:
                     if entry.name.startswith("."):
                         continue
                     if leads_to_folder(entry):
+                        if entry.name.lower() in SYSTEM_FOLDERS:
+                            passed.system[entry.name] += 1
+                            continue
                         if entry.is_symlink():
                             refuse_circle(folder, f"{parent}{entry.name}")
                         pending.append(f"{parent}{entry.name}/")
-                    elif entry.name.lower().endswith(SUFFIXES):
+                    elif is_image(entry.name):
                         images.append((f"{parent}{entry.name}", *size_and_time(entry)))
                     else:
-                        others[suffix_of(entry.name)] += 1
+                        passed.suffixes[suffix_of(entry.name)] += 1
         except OSError as error:
             raise unreadable(Path(error.filename or folder / parent), error) from error
     return images
@@ -269,28 +388,45 @@ def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+def splits_in(root: Path) -> dict[str, Path]:
+    """Return the folders of the splits in `root`, by split (`train`, `val`, `test`); none where there are classes.
+
+    Raises:
+        RefusedError: it cannot be read, or several folders name the same split.
+    """
+    return _splits_among(root, _entries(root, PassedOver()))
+
+
+def _splits_among(root: Path, entries: Sequence[tuple[str, bool]]) -> dict[str, Path]:
+    def holds_images(name: str) -> bool:
+        return any(is_image(inside) and not folder for inside, folder in _entries(root / name, PassedOver()))
+
+    found = find_split_folders(root, [name for name, folder in entries if folder], holds_images)
+    return {split: root / found[split] for split in SPELLINGS if split in found}
+
+
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
-    """Return the listings `train`, `test` and, where there are train, val and test, `val`; and notes for the user."""
-    present = [part for part in SPLITS if is_folder(root / part)]
-    if not present:
+    """Return the listings `train` and `test`, and notes for the user."""
+    passed = PassedOver()
+    entries = _entries(root, passed)
+    splits = _splits_among(root, entries)
+    if not splits:
         return _hold_out(scan(root))
-    if "train" not in present or len(present) == 1:
+    names = [folder.name for folder in splits.values()]
+    if "train" not in splits or len(splits) == 1:
         raise RefusedError(
-            f"{root} holds {' and '.join(present)} alone; it must hold train/ with test/ or val/, or class folders only"
+            f"{root} holds {' and '.join(names)} alone; it must hold train/ with test/ or val/, or class folders only"
         )
-    listings = {part: scan(root / part) for part in present}
-    notes = [note for listing in listings.values() for note in listing.notes]
-    for listing in listings.values():
-        for here, there in ((listings["train"], listing), (listing, listings["train"])):
-            odd = sorted(set(here.classes) - set(there.classes))
-            if odd:
-                raise RefusedError(
-                    f"class folder {here.root / odd[0]} is missing in {there.root}; both must hold the same classes"
-                )
-    if "test" in listings:
-        unused = [f"{root / 'val'} is not used: accuracy is on {root / 'test'}"] if "val" in listings else []
-        return listings, [*unused, *notes]
-    return {"train": listings["train"], "test": listings["val"]}, [f"{root / 'val'} serves as the test set", *notes]
+    notes, tested = list[str](), splits["test" if "test" in splits else "val"]
+    if "val" in splits:
+        used = f"is not used: accuracy is on {tested}" if "test" in splits else "serves as the test set"
+        notes.append(f"{splits['val']} {used}")
+    beside = sorted(name for name, folder in entries if folder and name not in names)
+    if beside:
+        notes.append(f"{root}: folders beside the splits are passed over: {first_few(beside)}")
+    train = scan(splits["train"])
+    test = with_classes_of(scan(tested, fewest=1, of_test=True), train)
+    return {"train": train, "test": test}, [*notes, *passed.notes(root), *train.notes, *test.notes]
 
 
 def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
@@ -307,9 +443,12 @@ def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
     return {"train": train, "test": test}, [f"{note}, {len(held)} of {total} images", *everything.notes]
 
 
-def _entries(folder: Path) -> list[tuple[str, bool]]:
+def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:
+    """Return what is in a folder, and whether each is a folder, without what is hidden or the system's."""
     try:
-        with os.scandir(folder) as entries:
-            return [(entry.name, leads_to_folder(entry)) for entry in entries if not entry.name.startswith(".")]
+        with os.scandir(folder) as found:
+            entries = [(entry.name, leads_to_folder(entry)) for entry in found if not entry.name.startswith(".")]
     except OSError as error:
         raise unreadable(folder, error) from error
+    passed.system.update(name for name, is_folder in entries if is_folder and name.lower() in SYSTEM_FOLDERS)
+    return [(name, folder) for name, folder in entries if not folder or name.lower() not in SYSTEM_FOLDERS]

@@ -30,7 +30,7 @@ from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
-from hvfreeze.data.folders import absence_of, is_folder, scan
+from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource
@@ -159,7 +159,7 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
 
 
 def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
-    """Return the images of DIR/test, else of DIR/val, else of the class folders in DIR; or an archive's test split."""
+    """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's."""
     data = applied.card.data
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
@@ -168,10 +168,11 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
         return EvaluatedSamples(
             lambda row: prepare(torch.from_numpy(test.decode(row))), labels, f"test samples of {folder}", own=False
         )
-    root = next((folder / part for part in ("test", "val") if is_folder(folder / part)), folder)
-    if not is_folder(root):
-        raise RefusedError(f"data folder {root} {absence_of(root)}; name one with --data-dir")
-    listing = scan(root, fewest=1)
+    if not is_folder(folder):
+        raise RefusedError(f"data folder {folder} {absence_of(folder)}; name one with --data-dir")
+    splits = splits_in(folder)
+    root = splits.get("test") or splits.get("val") or folder
+    listing = scan(root, fewest=1, of_test=True)
     numbers = torch.tensor(listing.labels(), dtype=torch.int64)
     labels = labels_for(applied, numbers, listing.classes, lambda name: f"class folder {root / name}")
     paths = [root / path for path in listing.paths]
@@ -186,11 +187,11 @@ def labels_for(applied: Applied, labels: Tensor, classes: Sequence[str], called:
 
     Raises RefusedError where the model does not have one, which is `called` something by its name.
     """
-    places = {name: place for place, name in enumerate(applied.classes)}
+    places = {meant_by(name): place for place, name in enumerate(applied.classes)}
     for name in classes:
-        if name not in places:
+        if meant_by(name) not in places:
             raise RefusedError(f"{called(name)} is none of the model's {len(places)} classes; rename it or take it out")
-    return torch.tensor([places[name] for name in classes])[labels]
+    return torch.tensor([places[meant_by(name)] for name in classes])[labels]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.data.folders import images_below, notes_on_others, told_of
+from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
@@ -219,11 +218,11 @@ def list_images(named: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             paths.append(path)
             continue
-        others: Counter[str] = Counter()
-        inside = images_below(path, others)
+        passed = PassedOver()
+        inside = images_below(path, passed)
         if not inside:
-            raise RefusedError(f"folder {path} holds no image ({', '.join(SUFFIXES)}){told_of(others, ' but ')}")
-        for note in notes_on_others(path, others):
+            raise RefusedError(f"folder {path} holds no image ({', '.join(SUFFIXES)}){passed.in_words(' but ')}")
+        for note in passed.notes(path):
             print(printable(f"hvfreeze: note: {note}"), file=sys.stderr)
         paths += [path / name for name in inside]
     return paths

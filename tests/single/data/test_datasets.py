@@ -200,7 +200,7 @@ def add_another_size(root: Path) -> None:
         (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder; name one with --data-dir"]),
         (keep_train_only, "imagefolder", RefusedError, ["train alone", "test/ or val/"]),
         (keep_test_only, "imagefolder", RefusedError, ["test alone", "class folders only"]),
-        (rename_a_class, "imagefolder", RefusedError, ["train/b is missing in", "both must hold the same classes"]),
+        (rename_a_class, "imagefolder", RefusedError, ["test/z is missing in", "train; add training images"]),
         (empty_a_class, "imagefolder", RefusedError, ["train/b holds no image", "remove the folder"]),
         (keep_one_class, "imagefolder", RefusedError, ["one class only (a)", "at least two"]),
         (empty_everything, "imagefolder", RefusedError, ["holds no class folders", "CLASS/IMAGE"]),

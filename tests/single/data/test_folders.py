@@ -10,7 +10,16 @@ from unittest.mock import Mock
 import pytest
 from PIL import Image
 
-from hvfreeze.data.folders import Listing, find_splits, is_folder, list_folders, scan
+from hvfreeze.data.folders import (
+    Listing,
+    PassedOver,
+    find_splits,
+    images_below,
+    is_folder,
+    list_folders,
+    scan,
+    splits_in,
+)
 from hvfreeze.errors import RefusedError
 
 
@@ -125,7 +134,7 @@ def test_one_pass_tells_sizes_and_times_and_an_equal_tree_elsewhere_is_known_by_
     read, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: read.append(path) or scandir(path))  # type: ignore[func-returns-value]
     found = list_folders(tmp_path / "one")
-    assert len(read) == len(set(read)) == 7, "each folder is read once"
+    assert len(read) == len(set(read)) == 8, "each folder is read once"
     status = (tmp_path / "one/train/b/2.png").stat()
     listing = found.listings["train"]
     assert (listing.num_bytes[1], listing.times[1]) == (status.st_size, status.st_mtime_ns)
@@ -189,3 +198,119 @@ def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path: Path) -> None:
     (tmp_path / "train" / "a" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "train" / "c").symlink_to(tmp_path / "elsewhere" / "more")
     assert scan(tmp_path / "train").paths == ("a/0.png", "a/linked/more/1.png", "b/0.png", "c/1.png")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("train test", "train test"),
+        ("Train Test", "train test"),
+        ("TRAIN VAL TEST", "train val test"),
+        ("Training Testing", "train test"),
+        ("training validation", "train val"),
+        ("training_set test_set", "train test"),
+        ("train valid", "train val"),
+        ("trn dev eval", "train val test"),
+        ("01_train 02-val 3.test", "train val test"),
+        ("train2017 val2017", "train val"),
+        ("TrainImages ValImages", "train val"),
+        ("trainset testset", "train test"),
+        ("seg_train seg_test seg_pred", "train test"),
+        ("asl_alphabet_train asl_alphabet_test", "train test"),
+        ("TRAIN TEST TEST_SIMPLE", "train test"),
+        ("train test eval Test", "train test"),
+        ("train_station test_tube", ""),
+        ("value valley vale", ""),
+        ("car bus plane", ""),
+    ],
+)
+def test_splits_are_known_however_they_are_spelt(tmp_path: Path, names: str, found: str) -> None:
+    for name in names.split():
+        write_image(tmp_path / name / "a" / "1.png")
+    assert " ".join(splits_in(tmp_path)) == found
+
+
+def test_of_several_folders_for_a_split_none_is_chosen(tmp_path: Path) -> None:
+    for name in ("Train", "training", "Test"):
+        write_image(tmp_path / name / "a" / "1.png")
+    with pytest.raises(RefusedError, match="holds several train folders: Train, training; keep one of them, or name"):
+        find_splits(tmp_path)
+
+
+def test_a_lone_folder_of_images_with_the_name_of_a_split_is_a_class(tmp_path: Path) -> None:
+    for name in ("car", "train"):
+        for number in range(2):
+            write_image(tmp_path / name / f"{number}.png")
+    assert find_splits(tmp_path)[0]["train"].classes == ("car", "train")
+    (tmp_path / "test").mkdir()
+    with pytest.raises(RefusedError, match="train holds no class folders"):
+        find_splits(tmp_path)
+
+
+def test_folders_beside_the_splits_are_told(tmp_path: Path) -> None:
+    for name in ("Train/a", "Train/b", "Test/a", "Test/b", "seg_pred", "@eaDir/a"):
+        write_image(tmp_path / name / "1.png")
+    assert find_splits(tmp_path)[1] == [
+        f"{tmp_path}: folders beside the splits are passed over: seg_pred",
+        f"{tmp_path}: 1 system folder is passed over: @eaDir",
+    ]
+
+
+@pytest.mark.parametrize("where", ["", "train"])
+def test_folders_with_the_same_folders_in_them_are_no_classes(tmp_path: Path, where: str) -> None:
+    for name in ("one/disc", "one/square", "other/disc", "other/square", "other/more"):
+        for number in range(2):
+            write_image(tmp_path / where / name / f"{number}.png")
+    with pytest.raises(RefusedError, match=r"holds one, other, which hold no images .*\(disc, square\): .*--data-dir"):
+        scan(tmp_path / where)
+    write_image(tmp_path / where / "one" / "1.png")
+    assert scan(tmp_path / where).classes == ("one", "other"), "a class may be sorted"
+
+
+def test_one_folder_in_each_class_is_no_sign_of_splits(tmp_path: Path) -> None:
+    for name in ("cat/images", "dog/images"):
+        write_image(tmp_path / name / "1.png")
+    assert scan(tmp_path).classes == ("cat", "dog")
+
+
+def test_a_test_set_may_lack_classes_and_that_is_said(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "train/c", "test/b"):
+        write_image(tmp_path / name / "1.png")
+    (tmp_path / "test" / "c").mkdir()
+    listings, notes = find_splits(tmp_path)
+    assert listings["test"].classes == ("a", "b", "c") and listings["test"].labels() == [1]
+    assert notes == [f"{tmp_path / 'test'} has no image of 2 classes (a, c): accuracy says nothing of these"]
+    (tmp_path / "test" / "b" / "1.png").unlink()
+    with pytest.raises(RefusedError, match=r"test holds no image .* in its class folders; add images"):
+        find_splits(tmp_path)
+
+
+def test_names_with_composed_and_decomposed_accents_are_one_class(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    for name in (f"train/{composed}", "train/tea", f"test/{decomposed}", "test/tea"):
+        write_image(tmp_path / name / "1.png")
+    test = find_splits(tmp_path)[0]["test"]
+    assert test.classes == (composed, "tea") and test.labels() == [0, 1]
+    write_image(tmp_path / "train" / decomposed / "1.png")
+    with pytest.raises(RefusedError, match=r"folders that look equal: 'caf.*' and 'caf.*', whose accents"):
+        find_splits(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Tea", "tea ", "te\u200ba"])
+def test_what_differs_in_names_that_look_equal_is_said(tmp_path: Path, name: str) -> None:
+    for place in ("train/tea", "train/x", f"test/{name}", "test/x"):
+        write_image(tmp_path / place / "1.png")
+    with pytest.raises(RefusedError) as refusal:
+        find_splits(tmp_path)
+    assert f"which has 'tea' where this is {name!a}; rename one" in str(refusal.value)
+
+
+@pytest.mark.parametrize("system", ["@eaDir", "__MACOSX", "$RECYCLE.BIN", "lost+found"])
+def test_folders_of_the_system_are_passed_over_wherever_they_are(tmp_path: Path, system: str) -> None:
+    for name in ("a/1.png", "b/1.png", f"a/{system}/1.png", f"a/deep/{system}/more/1.png", f"{system}/a/1.png"):
+        write_image(tmp_path / name)
+    listing = scan(tmp_path)
+    assert listing.paths == ("a/1.png", "b/1.png")
+    assert listing.notes == (f"{tmp_path}: 3 system folders are passed over: {system}",)
+    passed = PassedOver()
+    assert images_below(tmp_path, passed) == ["a/1.png", "b/1.png"] and passed.system == {system: 3}

@@ -67,9 +67,10 @@ def test_images_of_a_folder_are_evaluated_wherever_their_classes_lie(finished: F
     for folder in (finished.images, finished.images / "test"):
         again = measure(applied, samples_in(applied, folder))
         assert again.rows == own.rows and again.loss == own.loss and np.array_equal(again.confusion, own.confusion)
-    shutil.copytree(finished.images / "test" / "red", tmp_path / "val" / "red")
+    shutil.copytree(finished.images / "test" / "red", tmp_path / "Valid" / "red")
+    (tmp_path / "Valid" / "blue").mkdir()
     outcome = call("evaluate", str(finished.run), "--data-dir", str(tmp_path))
-    assert outcome.returncode == 0 and f"on 7 images of {tmp_path / 'val'}: top-1" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and f"on 7 images of {tmp_path / 'Valid'}: top-1" in outcome.stdout, str(outcome)
     assert "run reported" not in outcome.stdout and "blue" not in outcome.stdout
 
 

@@ -17,6 +17,9 @@ from hvfreeze.errors import UsageError
 CROPS = ("crop", "random-resized-crop")
 RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
+FITS = ("crop", "squash", "pad")
+"""How an image that is not square becomes one."""
+COLOURS = {"white": "255,255,255", "black": "0,0,0"}
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
 
@@ -212,6 +215,19 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     ok = len(numbers) in (1, 3) and all(math.isfinite(number) for number in numbers)
     rule(ok, flag, text, "a number, or one for each of red, green and blue, as in 0.5,0.5,0.5")
     red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
+    return red, green, blue
+
+
+def parse_colour(flag: str, text: str) -> tuple[int, int, int]:
+    """Return red, green and blue, 0 to 255, of a colour: `white`, `black`, or three numbers with commas between.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    numbers = [float_or_nan(entry) for entry in COLOURS.get(text, text).split(",")]
+    ok = len(numbers) == 3 and all(number in range(256) for number in numbers)
+    rule(ok, flag, text, "white, black, or red, green and blue in 0..255, as in 128,128,128")
+    red, green, blue = map(int, numbers)
     return red, green, blue
 
 

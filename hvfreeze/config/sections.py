@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
+    FITS,
     Must,
     at_least,
     between,
@@ -17,6 +18,7 @@ from hvfreeze.config.rules import (
     parse_bytes,
     parse_cadence,
     parse_channels,
+    parse_colour,
     parse_compression,
     parse_dirichlet,
     parse_duration,
@@ -105,7 +107,20 @@ class DataConfig(Section):
     train_samples: Count | None = setting(None, "N", "train on a stratified subset of N samples")
     validation_fraction: Part = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
     image_size: Annotated[int, between(1, MOST_PIXELS)] | None = setting(
-        None, "PIXELS", "resize images; default: the data's own size"
+        None, "PIXELS", "side of the squares that images are brought to, see --fit; default: the data's own size"
+    )
+    fit: Annotated[str, choice(*FITS)] = setting(
+        "crop",
+        "HOW",
+        "how images that are not square become it: crop (the centre square), squash (each side scaled by itself) or "
+        "pad (a border of the colour --background)",
+        read_by="oblong-images",
+    )
+    background: str = setting(
+        "white",
+        "COLOUR",
+        "behind transparent parts of images and around images that are padded: white, black, or R,G,B in 0..255",
+        read_by="background",
     )
     resize: int | None = setting(
         None,
@@ -162,6 +177,9 @@ class DataConfig(Section):
         rule(
             larger, "resize", self.resize, f"given together with --image-size, at least that and at most {MOST_PIXELS}"
         )
+        sized = self.fit == "crop" or self.image_size is not None
+        rule(sized, "fit", self.fit, "given together with --image-size, the side of the squares")
+        self.background_colour()
         self.statistics()
         self._check_text()
         parse_views(self.augment)
@@ -180,6 +198,8 @@ class DataConfig(Section):
         for flag, value, usual in (
             ("image-size", self.image_size, None),
             ("resize", self.resize, None),
+            ("fit", self.fit, "crop"),
+            ("background", self.background, "white"),
             ("mean", self.mean, None),
             ("recipe", self.recipe, "crop"),
             ("skip-bad", self.skip_bad, False),
@@ -199,6 +219,10 @@ class DataConfig(Section):
     def stored_size(self) -> int | None:
         """Side of the squares that images are decoded to; None keeps their size."""
         return self.resize or self.image_size
+
+    def background_colour(self) -> tuple[int, int, int]:
+        """Return red, green and blue of --background, 0 to 255."""
+        return parse_colour("background", self.background)
 
     def statistics(self) -> tuple[Channels, Channels] | None:
         """Return the mean and standard deviation that were given, of each channel; None where they were not."""

@@ -20,7 +20,7 @@ from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
-from hvfreeze.data.reading import READING, PixelArray, one_shape
+from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
@@ -186,7 +186,7 @@ def open_data(
     image_size: int | None = None,
     listed: Folders | None = None,
     contents: Contents | None = None,
-    reading: int = READING,
+    reading: Reading = USUAL,
     skip_bad: bool = False,
     context: int = 64,
 ) -> DataSplits:
@@ -199,7 +199,7 @@ def open_data(
             transform enlarges them). None keeps the native size, which must then be one for all images.
         listed: What `list_data` returned, here or on another rank; None lists the tree anew.
         contents: What CIFAR's archive holds, where that has been read; None reads it.
-        reading: How images become pixels; see `data.reading.READING`.
+        reading: How images become pixels.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
         context: Characters of a window of a text.
 
@@ -303,7 +303,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 
-def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: int) -> DataSplits:
+def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
     listings = folders.listings
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
@@ -311,7 +311,8 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             f"{root} holds {plural(num_classes, 'class', 'classes')} where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
-    shape, side = one_shape(folders.sizes, image_size)
+    shape, side = one_shape(folders.sizes, image_size, fit=reading.fit)
+    cut = notes_on_crop(folders.counts, side=side, fit=reading.fit)
     sets = {}
     for part in ("train", "test"):
         listing = listings[part]
@@ -323,6 +324,7 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             image_shape=shape,
             side=side,
             reading=reading,
+            oblong=is_oblong(folders.counts),
         )
         sets[part] = _image_set(name, listing.classes, listing.labels(), source)
-    return DataSplits(train=sets["train"], test=sets["test"], notes=folders.notes)
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut])

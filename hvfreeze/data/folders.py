@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
-from hvfreeze.data.reading import open_image, shown_size, unreadable
+from hvfreeze.data.reading import Sizes, open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders
 from hvfreeze.errors import RefusedError
@@ -58,8 +58,10 @@ class Listing:
         paths = tuple(self.paths[row] for row in rows)
         return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows])
 
-    def sizes(self) -> dict[tuple[int, int], Path]:
+    def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
         """Return the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
+
+        Adds to `counts` how many have which.
 
         One that cannot be read says nothing here: whoever loads the pixels tells of all of them. Raises RefusedError
         where none of them is an image.
@@ -70,7 +72,10 @@ class Listing:
             path = self.root / self.paths[row]
             try:
                 with open_image(path) as image:
-                    found.setdefault(shown_size(image), path)
+                    size = shown_size(image)
+                found.setdefault(size, path)
+                if counts is not None:
+                    counts[size] += 1
             except RefusedError as error:
                 refusal = refusal or error
         if refusal is not None and not found:
@@ -88,6 +93,8 @@ class Folders:
     notes: list[str]
     sizes: dict[tuple[int, int], str]
     """Distinct (height, width) of a few images, each with the path of one."""
+    counts: Sizes
+    """How many of these have which."""
     local: dict[str, str]
     """By split, a digest of when its files were changed on this machine."""
 
@@ -114,9 +121,10 @@ def list_folders(root: Path) -> Folders:
     Raises RefusedError as `find_splits` does, and where one of the images that are looked at is none.
     """
     listings, notes = find_splits(root)
-    sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes().items()}
+    counts = Sizes()
+    sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes(counts).items()}
     local = {name: hashlib.sha256(each.times.tobytes()).hexdigest() for name, each in listings.items()}
-    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, local=local)
+    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, counts=counts, local=local)
 
 
 def is_folder(path: Path) -> bool:

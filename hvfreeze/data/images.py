@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +20,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvfreeze.data.reading import (
+    COLOUR_OF_16_BITS,
     MODES_OF_16_BITS,
     PNG_TEXTS,
-    READING,
+    USUAL,
     PixelArray,
+    Reading,
     bits_used,
     fitted,
     open_image,
     read_rgb,
     sized_pixels,
     to_pixels,
+    transparency_of,
     turn_in_header,
 )
 from hvfreeze.errors import RefusedError
@@ -75,10 +77,10 @@ def all_loaded(*loads: Callable[[], T]) -> list[T]:
 
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-COLOUR_OF_16_BITS = re.compile("[A-Z]{2,4};16[BLN]")
-"""How Pillow calls the channels in a file."""
-TURNED, SCALED, COARSE = ODD = (
+TURNED, TRANSPARENT, FRAMES, SCALED, COARSE = ODD = (
     "images are turned as their EXIF orientation says",
+    "images have transparent parts, which show the colour --background",
+    "images have several frames or pages, of which the first is read",
     "images are grey of 16 bits and use fewer: each is scaled by those that it uses",
     "images have 16 bits a channel, of which the upper 8 are read: convert those that use fewer than 16 to 8",
 )
@@ -123,7 +125,7 @@ class ArraySource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileSource:
-    """Image files, decoded when asked for. Grey and RGBA images become RGB."""
+    """Image files, decoded when asked for, in RGB."""
 
     root: Path
     paths: tuple[str, ...]
@@ -131,12 +133,14 @@ class FileSource:
     image_shape: tuple[int, int, int]
     """(C, H, W) of every decoded image."""
     side: int | None
-    """The centre square of every image is resized to this side; None accepts images of `image_shape` only."""
+    """Every image is made to fit a square of this side; None accepts images of `image_shape` only."""
     num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """The size of each file."""
     local: str = ""
     """A digest of when each file was changed on this machine."""
-    reading: int = READING
+    reading: Reading = USUAL
+    oblong: bool = True
+    """Whether any of those that were looked at is not square."""
     odd: Mapping[str, int] | None = None
     """What `count_odd` returns for all of these files; None counts when it is needed."""
 
@@ -149,7 +153,7 @@ class FileSource:
         # No Path: to make one costs a tenth of decoding a small image.
         path = os.path.join(self.root, self.paths[row])
         image = read_rgb(path, reading=self.reading)
-        return sized_pixels(image, side=self.side, image_shape=self.image_shape, place=path)
+        return sized_pixels(image, side=self.side, image_shape=self.image_shape, reading=self.reading, place=path)
 
     def identity(self, *, local: bool) -> str:
         """Return a digest of every file's path and size and, when `local`, time of change, as they were listed.
@@ -157,16 +161,26 @@ class FileSource:
         It is the same under every reading that gives the same pixels.
         """
         header = f"{self.image_shape} {self.side} {PIL.__version__} {self.local if local else ''}"
-        header += f" reading {self.reading}" if self.read_otherwise else ""
+        header += self._read_otherwise
         return hashlib.sha256(f"{header} {digest_of_files(self.paths, self.num_bytes)}".encode()).hexdigest()
 
     @cached_property
-    def read_otherwise(self) -> bool:
-        """Whether any of the files has other pixels than reading 1 gave it."""
-        if self.reading == 1:
-            return False
-        odd = count_odd(self) if self.odd is None else self.odd
-        return bool(odd[TURNED] or odd[SCALED])
+    def known_odd(self) -> Mapping[str, int]:
+        """What `count_odd` returns for all of the files."""
+        return count_odd(self) if self.odd is None else self.odd
+
+    @cached_property
+    def _read_otherwise(self) -> str:
+        """In what the files have other pixels than reading 1 gave them."""
+        version, background, fit = self.reading.version, self.reading.background, self.reading.fit
+        found = ""
+        if version > 1 and (self.known_odd[TURNED] or self.known_odd[SCALED]):
+            found += " reading 2"
+        if version > 2 and self.known_odd[TRANSPARENT]:
+            found += f" transparent on {background}"
+        if self.side is not None and fit != "crop":
+            found += f" {fit} {background if fit == 'pad' else ''}"
+        return found
 
 
 def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
@@ -177,18 +191,29 @@ def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
 
 
 def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[str]:
-    """Return what of `ODD` is true of an opened image, of which only grey of 16 bits is decoded; see `turn_of`."""
+    """Return what of `ODD` is true of an opened image; see `turn_of`.
+
+    Only grey of 16 bits and what may be transparent is decoded.
+    """
     # Pillow forgets what the file holds when it decodes it.
     coarse = COLOUR_OF_16_BITS.search(str(getattr(image, "tile", ""))) is not None
     deep = image.mode.startswith(MODES_OF_16_BITS)
+    # A JPEG with a second picture is a photograph with its preview.
+    several = image.format != "MPO" and getattr(image, "is_animated", False)
     found = {
         TURNED: turn(image) is not None,
+        TRANSPARENT: transparency_of(image) is not None,
+        FRAMES: several,
         SCALED: deep and bits_used(np.asarray(image)) < 16,
         COARSE: coarse,
     }
     return [what for what, true in found.items() if true]
 
 
+PNG_OPAQUE = (0, 2, 3)
+"""Colour types of a PNG file without an alpha channel."""
+WEBP_ALPHA = 0x10
+"""In the byte of a lossless WebP file that ends its height: whether it has an alpha channel."""
 HEAD_BYTES = 4096
 """Of a file, which mostly tell whether there can be anything special in it."""
 
@@ -196,14 +221,16 @@ HEAD_BYTES = 4096
 def is_plain(head: bytes) -> bool:
     """Tell whether the first bytes of a file already rule out all of `ODD`; Pillow takes four times as long to open it.
 
-    That is WebP without an extended header, JPEG without an APP1 segment, which holds EXIF data and XMP, and PNG of at
-    most 8 bits without EXIF data and texts: a small one, as these may come behind the pixels.
+    That is WebP without an extended header and transparency, JPEG without an APP1 segment, which holds EXIF data and
+    XMP, and PNG of at most 8 bits without transparency, animation, EXIF data and texts: a small one, as these may come
+    behind the pixels.
     """
     if head[:4] == b"\x89PNG":
         whole = len(head) < HEAD_BYTES and b"IEND" in head
-        return whole and head[24] <= 8 and not any(chunk in head for chunk in PNG_TEXTS)
+        plain = whole and head[24] <= 8 and head[25] in PNG_OPAQUE
+        return plain and not any(chunk in head for chunk in (*PNG_TEXTS, b"tRNS", b"acTL"))
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return head[12:16] in (b"VP8 ", b"VP8L")
+        return head[12:16] == b"VP8 " or (head[12:16] == b"VP8L" and len(head) > 24 and not head[24] & WEBP_ALPHA)
     place = 2 if head[:2] == b"\xff\xd8" else len(head)
     while place + 4 <= len(head) and head[place] == 0xFF:
         marker, length = head[place + 1], int.from_bytes(head[place + 2 : place + 4], "big")
@@ -227,7 +254,7 @@ def head_of(path: str) -> bytes:
 def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[str, int]:
     """Return how many files of a share of a source are special, by what is special in them.
 
-    Headers tell it, save of grey of 16 bits, which is decoded. Files that are not intact count as nothing.
+    Headers tell it, save of grey of 16 bits and what may be transparent. Files that are not intact count as nothing.
     """
 
     def look(paths: Sequence[str]) -> list[str]:

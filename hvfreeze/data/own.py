@@ -16,7 +16,19 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze.data.images import BrokenImagesError, oddities
-from hvfreeze.data.reading import READING, PixelArray, one_shape, picture_of, sized_pixels, to_rgb, turn_of
+from hvfreeze.data.reading import (
+    USUAL,
+    PixelArray,
+    Reading,
+    Sizes,
+    is_oblong,
+    notes_on_crop,
+    one_shape,
+    picture_of,
+    sized_pixels,
+    to_rgb,
+    turn_of,
+)
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.user_code import call, code_sha256, told
@@ -34,8 +46,10 @@ class DatasetSource:
     image_shape: tuple[int, int, int]
     """(C, H, W) of every decoded image."""
     side: int | None
-    """The centre square is resized to this side; None accepts images of `image_shape` only."""
-    reading: int = READING
+    """Every image is made to fit a square of this side; None accepts images of `image_shape` only."""
+    reading: Reading = USUAL
+    oblong: bool = True
+    """Whether any of the images that were looked at is not square."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decode(self, row: int) -> PixelArray:
@@ -47,7 +61,7 @@ class DatasetSource:
         with self._lock:
             rgb = picture(self.name, self.dataset, row, reading=self.reading)
         place = f"--data ({self.name}): sample {row}"
-        return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, place=place)
+        return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, reading=self.reading, place=place)
 
     def identity(self, *, local: bool) -> str:
         """Return a digest of the code, of `PROBES` images that lie evenly in the set, and of its `version`.
@@ -63,8 +77,11 @@ class DatasetSource:
             with suppress(RefusedError):
                 digest.update(self.decode(row).tobytes())
                 pictures |= isinstance(sample(self.name, self.dataset, row)[0], Image.Image)
-        if local and self.reading > 1 and pictures:
-            digest.update(f"reading {self.reading}".encode())
+        version, background, fit = self.reading.version, self.reading.background, self.reading.fit
+        if local and version > 1 and pictures:
+            digest.update(f"reading {version} {background if version > 2 else ''}".rstrip().encode())
+        if self.side is not None and fit != "crop":
+            digest.update(f"{fit} {background}".encode())
         return digest.hexdigest()
 
 
@@ -82,7 +99,7 @@ class OwnSplit:
 
 
 def open_own(
-    name: str, directory: str | None, *, image_size: int | None, reading: int = READING, skip_bad: bool = False
+    name: str, directory: str | None, *, image_size: int | None, reading: Reading = USUAL, skip_bad: bool = False
 ) -> dict[str, OwnSplit]:
     """Return the splits `train` and `test` that the function `name` makes, with images of `one_shape`.
 
@@ -96,19 +113,31 @@ def open_own(
     broken = [reason for _, reasons in labels.values() for reason in reasons.values()]
     if broken and not skip_bad:
         raise BrokenImagesError(broken)
-    looks = {split: look(name, dataset, reading=reading) for split, dataset in made.items()}
+    counts = Sizes()
+    looks = {split: look(name, dataset, counts, reading=reading) for split, dataset in made.items()}
     sizes = {size: f"{split} {row}" for split, (found, _) in looks.items() for size, row in found.items()}
-    shape, side = one_shape(sizes, image_size, told=f"--data ({name}): ")
+    shape, side = one_shape(sizes, image_size, fit=reading.fit, told=f"--data ({name}): ")
+    cut = notes_on_crop(counts, side=side, fit=reading.fit)
     return {
         split: OwnSplit(
-            source=DatasetSource(name=name, dataset=dataset, image_shape=shape, side=side, reading=reading),
+            source=DatasetSource(
+                name=name,
+                dataset=dataset,
+                image_shape=shape,
+                side=side,
+                reading=reading,
+                oblong=is_oblong(counts),
+            ),
             labels=labels[split][0],
             broken=labels[split][1],
             classes=None if getattr(dataset, "classes", None) is None else tuple(map(str, dataset.classes)),
             flips=bool(getattr(dataset, "flips", True)),
             notes=[
-                f"of {plural(len(probes(dataset)), f'{split} image')} looked at, {n} {what}"
-                for what, n in looks[split][1]
+                *(cut if split == "train" else []),
+                *(
+                    f"of {plural(len(probes(dataset)), f'{split} image')} looked at, {n} {what}"
+                    for what, n in looks[split][1]
+                ),
             ],
         )
         for split, dataset in made.items()
@@ -129,8 +158,12 @@ def probes(dataset: Any) -> list[int]:
     return rows
 
 
-def look(name: str, dataset: Any, *, reading: int) -> tuple[dict[tuple[int, int], str], list[tuple[str, int]]]:
+def look(
+    name: str, dataset: Any, counts: Sizes, *, reading: Reading
+) -> tuple[dict[tuple[int, int], str], list[tuple[str, int]]]:
     """Return the distinct (height, width) of `probes`, each with one of them, and what is special in how many.
+
+    Adds to `counts` how many have which size.
 
     Samples that cannot be read say nothing here: whoever loads the pixels tells of all of them. Raises RefusedError
     where that is all.
@@ -142,6 +175,7 @@ def look(name: str, dataset: Any, *, reading: int) -> tuple[dict[tuple[int, int]
         try:
             rgb = picture(name, dataset, row, reading=reading, special=special)
             sizes.setdefault((rgb.height, rgb.width), f"sample {row}")
+            counts[rgb.height, rgb.width] += 1
         except RefusedError as error:
             refusal = refusal or error
     if refusal is not None and not sizes:
@@ -185,7 +219,7 @@ def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
 
 
 def picture(
-    name: str, dataset: Any, row: int, *, reading: int = READING, special: Counter[str] | None = None
+    name: str, dataset: Any, row: int, *, reading: Reading = USUAL, special: Counter[str] | None = None
 ) -> Image.Image:
     """Return a sample's image in RGB; count in `special` what is special in how it becomes that.
 
@@ -199,7 +233,7 @@ def picture(
             image = image.mul(255).round().to(torch.uint8)
         if not isinstance(image, Image.Image):
             return to_rgb(picture_of(image), reading=reading)
-        if special is not None and reading > 1:
+        if special is not None and reading.version > 1:
             special.update(oddities(image, turn_of))
         return to_rgb(image, reading=reading)
     # Pillow may decode a file as late as here, and raises errors of many kinds on a damaged one.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,36 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from hvfreeze.config.sections import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.wording import plural
 
 PixelArray = NDArray[np.uint8]
-READING = 2
+READING = 3
 """How images become pixels. 1: as they are stored, and 16-bit grey by its upper 8 bits. 2: turned as their EXIF
-orientation says, and 16-bit grey by the 8 bits below the highest that the image uses."""
+orientation says, and 16-bit grey by the 8 bits below the highest that the image uses. 3: also transparent parts in the
+background's colour; before, they had the colours that the file happens to store for them."""
+Colour = tuple[int, int, int]
+"""Red, green and blue, 0 to 255."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the images of a data set, or of a model, are read and brought to one shape."""
+
+    version: int = READING
+    background: Colour = (255, 255, 255)
+    """Behind transparent parts, and around images that are padded."""
+    fit: str = "crop"
+    """One of `config.rules.FITS`."""
+
+
+def reading_of(data: DataConfig) -> Reading:
+    """Return how a run's settings say that images are read."""
+    return Reading(background=data.background_colour(), fit=data.fit)
+
+
+USUAL = Reading()
 ORIENTATION = 0x0112
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -33,6 +60,8 @@ TURNS = {
 PNG_TEXTS = b"eXIf", b"iTXt", b"tEXt", b"zTXt"
 """The pieces of a PNG file that may tell an orientation."""
 MODES_OF_16_BITS = "I;16"
+COLOUR_OF_16_BITS = re.compile("[A-Z]{2,4};16[BLN]")
+"""How Pillow calls the channels in a file."""
 
 
 class UnknownRangeError(ValueError):
@@ -48,7 +77,7 @@ def open_image(path: str | Path) -> Image.Image:
         # Opening a pipe would wait for whoever writes to it, for ever where nobody does.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no plain file")
-        return Image.open(path)
+        return with_8_bit_key(Image.open(path))
     except UnidentifiedImageError as error:
         raise _damaged(path, error) from error
     except OSError as error:
@@ -59,8 +88,18 @@ def open_image(path: str | Path) -> Image.Image:
         raise _damaged(path, error) from error
 
 
-def read_rgb(path: str | Path, *, reading: int = READING) -> Image.Image:
-    """Return a decoded image file; grey, palettes and transparency become RGB.
+def with_8_bit_key(image: Image.Image) -> Image.Image:
+    """Return an image that was only opened, with its transparent value in 8 bits as Pillow decodes the others."""
+    key, raw = image.info.get("transparency"), str(getattr(image, "tile", ""))
+    if image.mode == "L" and isinstance(key, int):
+        image.info["transparency"] = key * (85 if "'L;2'" in raw else 17 if "'L;4'" in raw else 1)
+    elif image.mode == "RGB" and isinstance(key, tuple) and COLOUR_OF_16_BITS.search(raw):
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    return image
+
+
+def read_rgb(path: str | Path, *, reading: Reading = USUAL) -> Image.Image:
+    """Return a decoded image file; grey, palettes and transparency become RGB, as `to_rgb` does it.
 
     Raises RefusedError, which names it, where the file cannot be read, is not an intact image, or holds pixels whose
     range is not known.
@@ -75,30 +114,64 @@ def read_rgb(path: str | Path, *, reading: int = READING) -> Image.Image:
             raise _damaged(path, error) from error
 
 
-def to_rgb(image: Image.Image, *, reading: int = READING) -> Image.Image:
-    """Return an image in 8-bit RGB, turned as `READING` says; itself where it is that.
+def to_rgb(image: Image.Image, *, reading: Reading = USUAL) -> Image.Image:
+    """Return an image in 8-bit RGB, turned and on its background as `READING` says; itself where it is that.
 
     Raises UnknownRangeError where the range of its pixels is not known.
     """
     # What a PNG file says of itself may come behind its pixels.
     image.load()
-    turn = turn_of(image) if reading > 1 else None
-    rgb = _in_rgb(image, reading=reading)
+    turn = turn_of(image) if reading.version > 1 else None
+    rgb = _in_rgb(image, version=reading.version)
+    mask = transparency_of(image) if reading.version > 2 else None
+    if mask is not None:
+        # Pixels that are opaque keep their values exactly.
+        rgb = Image.composite(rgb, Image.new("RGB", rgb.size, reading.background), mask)
     return rgb if turn is None else rgb.transpose(turn)
 
 
-def _in_rgb(image: Image.Image, *, reading: int) -> Image.Image:
+def _in_rgb(image: Image.Image, *, version: int) -> Image.Image:
     if image.mode.startswith(MODES_OF_16_BITS):
         # Pillow clips 16-bit grey to 255 instead of scaling it.
         grey = np.asarray(image)
-        unused = 8 if reading == 1 else max(0, bits_used(grey) - 8)
+        unused = 8 if version == 1 else max(0, bits_used(grey) - 8)
         return Image.fromarray((grey >> unused).astype(np.uint8)).convert("RGB")
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
         raise UnknownRangeError(f"pixels of mode {image.mode} have no known range, convert it to 8 bits")
     # Straight to RGB, Pillow warns of palettes with transparency.
-    return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
+    return (_in_rgba(image) if carries_transparency(image) else image).convert("RGB")
+
+
+def _in_rgba(image: Image.Image) -> Image.Image:
+    # Pillow knows no shorter way.
+    return (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+
+
+MODES_WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+
+
+def carries_transparency(image: Image.Image) -> bool:
+    """Tell whether an image, perhaps only opened, may have transparent parts: all may turn out to be opaque."""
+    palette = image.palette if image.mode == "P" else None
+    in_palette = palette is not None and palette.mode.endswith("A")
+    return image.mode in MODES_WITH_ALPHA or "transparency" in image.info or in_palette
+
+
+def transparency_of(image: Image.Image) -> Image.Image | None:
+    """Return how opaque each pixel is, in 8 bits; None where all are opaque. Decodes the image only if need be."""
+    if not carries_transparency(image):
+        return None
+    image.load()
+    if image.mode.startswith(MODES_OF_16_BITS):
+        # Pillow knows no such image with transparency.
+        opaque = np.asarray(image) != image.info["transparency"]
+        mask = Image.fromarray(np.where(opaque, 255, 0).astype(np.uint8))
+    else:
+        mask = _in_rgba(image).getchannel("A")
+    lowest, _ = mask.getextrema()
+    return None if lowest == 255 else mask
 
 
 def bits_used(grey: NDArray[np.uint16]) -> int:
@@ -152,13 +225,26 @@ def picture_of(pixels: Tensor) -> Image.Image:
     raise ValueError(f"a tensor of shape {tuple(pixels.shape)} is no image; (H, W), (1, H, W) or (3, H, W) is")
 
 
-def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
-    """Return the largest centred part of these proportions, a square where both are equal, in this size (bilinear).
+def fitted(image: Image.Image, height: int, width: int, *, reading: Reading = USUAL) -> Image.Image:
+    """Return an image in this size (bilinear), made to fit as `reading` says.
 
-    That is the image itself where it has this size.
+    `crop` takes the largest centred part of these proportions, a square where both are equal; `squash` takes all of the
+    image; `pad` too, in its own proportions, in the middle of the background. That is the image itself where it has
+    this size.
     """
     if (image.height, image.width) == (height, width):
         return image
+    if reading.fit == "squash":
+        return image.resize((width, height), Image.Resampling.BILINEAR)
+    if reading.fit == "pad":
+        scale = min(width / image.width, height / image.height)
+        inner = [max(1, round(length * scale)) for length in image.size]
+        padded = Image.new("RGB", (width, height), reading.background)
+        padded.paste(
+            image.resize((inner[0], inner[1]), Image.Resampling.BILINEAR),
+            ((width - inner[0]) // 2, (height - inner[1]) // 2),
+        )
+        return padded
     part_width = min(image.width, max(1, image.height * width // height))
     part_height = min(image.height, max(1, image.width * height // width))
     left, top = (image.width - part_width) // 2, (image.height - part_height) // 2
@@ -168,29 +254,57 @@ def fitted(image: Image.Image, height: int, width: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
 
+Sizes = Counter[tuple[int, int]]
+"""How many of the images that were looked at have which (height, width)."""
+
+
 def one_shape(
-    sizes: Mapping[tuple[int, int], str], image_size: int | None, *, told: str = ""
+    sizes: Mapping[tuple[int, int], str], image_size: int | None, *, fit: str = "crop", told: str = ""
 ) -> tuple[tuple[int, int, int], int | None]:
     """Return the (C, H, W) of all decoded images, and the side of their squares, None where they keep their size.
 
     `sizes` are the distinct (height, width) of some, each with the place of one. Squares have the side `image_size`, or
-    the shorter side of the images where that is smaller. Raises UsageError, which begins with `told`, where images
-    differ in size and `image_size` is None.
+    the side of what they take of the images where that is smaller. Raises UsageError, which begins with `told`, where
+    images differ in size and `image_size` is None.
     """
     if image_size is None and len(sizes) > 1:
         shown = " and ".join(f"{place} ({width}x{height})" for (height, width), place in list(sizes.items())[:2])
         raise UsageError(f"{told}images differ in size: {shown}; give --image-size SIDE to bring all to one size")
-    side = None if image_size is None else min(image_size, max(min(size) for size in sizes))
+    taken = min if fit == "crop" else max
+    side = None if image_size is None else min(image_size, max(taken(size) for size in sizes))
     return (3, side, side) if side else (3, *next(iter(sizes))), side
 
 
-def sized_pixels(image: Image.Image, *, side: int | None, image_shape: tuple[int, int, int], place: str) -> PixelArray:
-    """Return an RGB image as (3, H, W) uint8, its centre square at `side` where that is given.
+def is_oblong(sizes: Sizes) -> bool:
+    """Tell whether any of the images is not square."""
+    return any(height != width for height, width in sizes)
+
+
+def notes_on_crop(sizes: Sizes, *, side: int | None, fit: str) -> list[str]:
+    """Return a note on how much of the images is cut off, where that is 1 % of one or more."""
+    lost = {size: 1 - min(size) / max(size) for size in sizes}
+    cut = [size for size in sizes if lost[size] >= LEAST_LOST]
+    if side is None or fit != "crop" or not cut:
+        return []
+    count = sum(sizes[size] for size in cut)
+    share = sum(lost[size] * sizes[size] for size in cut) / count
+    note = f"--image-size takes the centre square: of {plural(sizes.total(), 'image')} looked at, {count} lose"
+    return [f"{note}{'s' if count == 1 else ''} {share:.0%} of their area; --fit squash or --fit pad keeps all of it"]
+
+
+LEAST_LOST = 0.01
+"""Share of an image's area that is worth a note."""
+
+
+def sized_pixels(
+    image: Image.Image, *, side: int | None, image_shape: tuple[int, int, int], reading: Reading, place: str
+) -> PixelArray:
+    """Return an RGB image as (3, H, W) uint8, made to fit a square of `side` where that is given.
 
     Raises UsageError where none is given, and the image is not of `image_shape`; names its place.
     """
     if side is not None:
-        return to_pixels(fitted(image, side, side))
+        return to_pixels(fitted(image, side, side, reading=reading))
     if (3, image.height, image.width) != image_shape:
         _, height, width = image_shape
         raise UsageError(

@@ -20,10 +20,22 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
+from hvfreeze.config.rules import FITS
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config, parse_plain_yaml
 from hvfreeze.data.batches import Corpus
-from hvfreeze.data.reading import READING, PixelArray, fitted, picture_of, read_rgb, to_pixels, to_rgb
+from hvfreeze.data.reading import (
+    READING,
+    Colour,
+    PixelArray,
+    Reading,
+    fitted,
+    picture_of,
+    read_rgb,
+    reading_of,
+    to_pixels,
+    to_rgb,
+)
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
@@ -45,7 +57,7 @@ class Preparation:
 
     height: int
     width: int
-    """Pixels to which the largest centred part of these proportions is resized (bilinear)."""
+    """Pixels to which an image is brought as `fit` says (bilinear)."""
     cropped_to: int | None
     """Side of the square that is cut out of the centre of that; None takes all of it."""
     enlarged_to: int | None
@@ -55,6 +67,9 @@ class Preparation:
     std: Triple
     reading: int = READING
     """How files become pixels; see `data.reading.READING`."""
+    background: Colour = (255, 255, 255)
+    fit: str = "crop"
+    """How an image of other proportions is brought to these; see `data.reading.fitted`."""
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return the image, or each of the images, as the model sees it."""
@@ -68,17 +83,22 @@ class Preparation:
         side = self.enlarged_to or self.cropped_to
         return (3, side or self.height, side or self.width)
 
+    @property
+    def how(self) -> Reading:
+        """How images are read, and made to fit."""
+        return Reading(version=self.reading, background=self.background, fit=self.fit)
+
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
         try:
-            rgb = to_rgb(image if isinstance(image, Image.Image) else picture_of(image), reading=self.reading)
+            rgb = to_rgb(image if isinstance(image, Image.Image) else picture_of(image), reading=self.how)
         except ValueError as error:
             raise UsageError(f"the image cannot be used: {error}") from error
-        return to_pixels(fitted(rgb, self.height, self.width))
+        return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def pixels_of(self, path: Path) -> PixelArray:
         """Return an image file's (3, height, width) uint8; RefusedError, which names it, where it is not intact."""
-        return to_pixels(fitted(read_rgb(path, reading=self.reading), self.height, self.width))
+        return to_pixels(fitted(read_rgb(path, reading=self.how), self.height, self.width, reading=self.how))
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return (N, 3, S, S) float32, channels last, of (N, 3, height, width) uint8."""
@@ -146,6 +166,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _is_colour(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(v) is int and 0 <= v <= 255 for v in value)
+
+
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
@@ -189,6 +213,8 @@ IMAGE_ENTRIES: dict[str, Any] = {
     "mean": _triple(lambda v: True, "three numbers"),
     "std": _triple(lambda v: v > 0, "three positive numbers"),
     "reading": _whole(READING),
+    "background": (_is_colour, "three whole numbers in 0..255"),
+    "fit": (lambda v: v in FITS, "one of " + ", ".join(FITS)),
 }
 
 
@@ -316,12 +342,14 @@ def read_card(path: Path) -> Card:
     if not isinstance(image, dict):
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     # Cards that do not say how files were read are of a time when there was one way.
-    prepared = checked(path, {"reading": 1, **image}, IMAGE_ENTRIES, within="image.")
+    before = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
+    prepared = checked(path, {**before, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
     if (pixels := prepared["height"] * prepared["width"]) > MOST_PIXELS:
         raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {MOST_PIXELS}")
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
+    prepared["background"] = tuple(prepared["background"])
     return Card(image=Preparation(**prepared), **entries)
 
 
@@ -355,7 +383,9 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         blocks=model.blocks,
         head=head_named(config.head),
         classes=corpus.train.classes,
-        image=None if isinstance(transform, Shift) else preparation_of(transform, corpus.train.image_shape),
+        image=None
+        if isinstance(transform, Shift)
+        else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
         context=data.window if isinstance(transform, Shift) else None,
         precision=config.optimizer.precision,
         batch_size=rows,
@@ -367,7 +397,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     )
 
 
-def preparation_of(transform: Transform, image_shape: tuple[int, ...]) -> Preparation:
+def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: Reading) -> Preparation:
     """Return how images of (C, H, W) decoded pixels are prepared where `transform` shows them as they are."""
     _, height, width = image_shape
     side, square = transform.image_size, (height,) if height == width else ()
@@ -378,4 +408,7 @@ def preparation_of(transform: Transform, image_shape: tuple[int, ...]) -> Prepar
         enlarged_to=None if side in (transform.cropped_to, *square) else side,
         mean=transform.mean,
         std=transform.std,
+        reading=reading.version,
+        background=reading.background,
+        fit=reading.fit,
     )

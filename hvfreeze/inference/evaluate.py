@@ -139,7 +139,7 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
         data.data,
         data.data_dir,
         image_size=data.stored_size,
-        reading=applied.preparation.reading,
+        reading=applied.preparation.how,
         skip_bad=data.skip_bad,
     )
     if data.skip_bad:

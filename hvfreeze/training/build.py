@@ -30,7 +30,9 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
-from hvfreeze.data.images import ArraySource, BrokenImagesError, FileSource, count_odd
+from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
+from hvfreeze.data.own import DatasetSource
+from hvfreeze.data.reading import reading_of
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -124,6 +126,7 @@ def open_corpus(
             image_size=data.stored_size,
             listed=listed,
             contents=contents,
+            reading=reading_of(data),
             skip_bad=data.skip_bad,
             context=data.window,
         ),
@@ -395,6 +398,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
 def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
     """Return what a run is going to do, as far as settings may have an effect on it; `asked` are the user's."""
     trained = chain.modules(min(job.config.freeze.cut or 0, len(chain.blocks) - 1), len(chain.blocks))
+    sources = [image_set.source for image_set in (corpus.train, corpus.evaluated)]
+    files = [source for source in sources if isinstance(source, FileSource)]
+    others = [source for source in sources if isinstance(source, DatasetSource)]
     return Plan(
         config=job.config,
         asked=asked,
@@ -404,6 +410,9 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         flips=corpus.train.flips,
         side=min(corpus.train.image_shape[1:], default=0),
         decodes=not isinstance(corpus.train.source, ArraySource),
+        oblong=any(source.oblong for source in files) or any(source.oblong for source in others),
+        # Of a data set of the user's own, only some images were looked at.
+        transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
     )
 

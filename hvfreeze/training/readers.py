@@ -46,6 +46,10 @@ class Plan:
     """The shorter side of the images in pixels, as they are read."""
     decodes: bool
     """Whether the data set's images are decoded from files, or made by code."""
+    oblong: bool = False
+    """Whether any image that was looked at is not square."""
+    transparent: bool = False
+    """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not frozen from the start on has BatchNorm."""
     stopped: str = ""
@@ -162,6 +166,18 @@ def mirror_images(plan: Plan, value: Any) -> Found:
         return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
     drawn = any(stage.config.data.augment != "none" for stage in plan.trained)
     return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
+
+
+def oblong_images(plan: Plan, value: str) -> Found:
+    """Look for images that are not square, and are made so."""
+    sized = plan.config.data.image_size is not None
+    return unless(sized and plan.oblong, "no image is made square" if not sized else "images are square already")
+
+
+def background(plan: Plan, value: str) -> Found:
+    """Look for images with transparent parts, or such that are padded."""
+    padded = plan.config.data.fit == "pad" and plan.oblong
+    return unless(plan.transparent or padded, "no image has transparent parts, and none is padded")
 
 
 def warmup(plan: Plan, value: int) -> Found:
@@ -319,6 +335,7 @@ READERS: dict[str, Reader] = {
     "run": lambda plan, value: None,
     # Rounds after which ranks meet, or are dealt other neurons.
     "rounds": lambda plan, value: None if plan.config.strategy.strategy == "subnets" else ranks(plan, value),
+    "background": background,
     "cache": lambda plan, value: unless(plan.config.cache.cache != "off", "--cache is off"),
     "cached-rows": cached_rows,
     "cadence": cadence,
@@ -353,6 +370,7 @@ READERS: dict[str, Reader] = {
         "no head reads every block's map, as --head multi-level does",
     ),
     "norms": norms,
+    "oblong-images": oblong_images,
     "observed": observed,
     "optional-evaluations": optional_evaluations,
     "order": order,

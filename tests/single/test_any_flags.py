@@ -69,6 +69,8 @@ FLAGS = {
     "train_samples": ["50"],
     "validation_fraction": ["0.3"],
     "image_size": ["24"],
+    "fit": ["squash --image-size 24", "pad --image-size 24"],
+    "background": ["black"],
     "resize": ["28 --image-size 24", "36 --image-size 32"],
     "mean": ["0.4 --std 0.3"],
     "data_seed": ["6"],

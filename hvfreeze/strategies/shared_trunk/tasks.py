@@ -37,6 +37,7 @@ from hvfreeze.config.sections import CacheConfig, FreezeConfig, OptimizerConfig,
 from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.folders import meant_by
 from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
@@ -274,7 +275,7 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
         # The run evaluates on training samples that it holds out.
         if split == "test" and corpus.evaluated is corpus.train:
             continue
-        row = rows_of.get(split, {}).get(line["sample"])
+        row = rows_of.get(split, {}).get(meant_by(line["sample"] or ""))
         if row is None:
             raise RefusedError(f"--tasks: line {number} of the table: there is no sample {line['sample']} in {split}")
         before = cells[split].setdefault(row, line)
@@ -295,7 +296,7 @@ def rows_by_name(image_set: ImageSet) -> dict[str, int]:
     """Return each sample's row by what a table may call it: its number, and for an image file its path."""
     rows = {str(row): row for row in range(len(image_set))}
     if isinstance(image_set.source, FileSource):
-        rows |= {path: row for row, path in enumerate(image_set.source.paths)}
+        rows |= {meant_by(path): row for row, path in enumerate(image_set.source.paths)}
     return rows
 
 
@@ -308,7 +309,8 @@ def column_of(
     """Return one task's labels of the samples that are used."""
     words: dict[str, dict[int, str]] = {}
     for split, ids in used.items():
-        words[split] = {row: (cells[split].get(row, {}).get(task.column) or "").strip() for row in ids.tolist()}
+        said = {row: cells[split].get(row, {}).get(task.column) or "" for row in ids.tolist()}
+        words[split] = {row: meant_by(word.strip()) for row, word in said.items()}
         lacking = [row for row, word in words[split].items() if not word]
         if lacking:
             source = sets[split].source

@@ -27,7 +27,7 @@ from hvfreeze.data.images import (
     head_of,
     is_plain,
 )
-from hvfreeze.data.reading import ORIENTATION, read_rgb
+from hvfreeze.data.reading import ORIENTATION, READING, Reading, read_rgb
 from tests.program import call, save_photos
 
 FRUIT = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8).repeat(4, 0).repeat(4, 1)
@@ -49,9 +49,13 @@ def save_grey(path: Path, most: int) -> np.ndarray:
     return values
 
 
-def source(*paths: Path, reading: int = 2) -> FileSource:
+def source(*paths: Path, version: int = READING) -> FileSource:
     return FileSource(
-        root=paths[0].parent, paths=tuple(p.name for p in paths), image_shape=(3, 6, 9), side=None, reading=reading
+        root=paths[0].parent,
+        paths=tuple(p.name for p in paths),
+        image_shape=(3, 6, 9),
+        side=None,
+        reading=Reading(version=version),
     )
 
 
@@ -64,7 +68,9 @@ def test_a_picture_is_turned_as_its_exif_orientation_says(tmp_path: Path, suffix
     np.testing.assert_array_equal(np.asarray(read_rgb(path)), expected)
     # Pillow turns TIFF itself, so that it is read as it always was.
     turned = orientation > 1 and suffix != "tif"
-    assert (np.asarray(read_rgb(path, reading=1)).shape != expected.shape) == (turned and orientation > 4)
+    assert (np.asarray(read_rgb(path, reading=Reading(version=1))).shape != expected.shape) == (
+        turned and orientation > 4
+    )
     assert count_odd(source(path))[TURNED] == turned
 
 
@@ -123,7 +129,9 @@ def test_grey_of_16_bits_is_scaled_by_the_bits_that_the_image_uses(
     values = save_grey(tmp_path / f"1.{suffix}", most)
     for channel in np.asarray(read_rgb(tmp_path / f"1.{suffix}")).transpose(2, 0, 1):
         np.testing.assert_array_equal(channel, values >> unused)
-    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / f"1.{suffix}", reading=1))[..., 0], values >> 8)
+    np.testing.assert_array_equal(
+        np.asarray(read_rgb(tmp_path / f"1.{suffix}", reading=Reading(version=1)))[..., 0], values >> 8
+    )
     assert count_odd(source(tmp_path / f"1.{suffix}"))[SCALED] == (unused != 8)
 
 
@@ -149,7 +157,11 @@ def test_rows_of_files_that_are_read_as_before_keep_their_identity(tmp_path: Pat
     for orientation, most in ((6, 65535), (1, 4095)):
         save(paths[2], orientation)
         save_grey(tmp_path / "4.png", most)
-        assert replace(plain).identity(local=False) != before == replace(plain, reading=1).identity(local=False)
+        assert (
+            replace(plain).identity(local=False)
+            != before
+            == replace(plain, reading=Reading(version=1)).identity(local=False)
+        )
 
 
 def test_shares_of_a_count_are_the_whole(tmp_path: Path) -> None:
@@ -195,7 +207,7 @@ def test_a_run_says_what_it_turns_and_its_card_how_files_are_read(photos: Path, 
     assert f"1 of 8 test {SCALED}" in outcome.stdout
     card = tmp_path / "run/model.yaml"
     tree = yaml.safe_load(card.read_text())
-    assert tree["image"].pop("reading") == 2
+    assert tree["image"].pop("reading") == 3
     assert "as the run reported" in call("evaluate", str(tmp_path / "run")).stdout
 
     def pixels() -> list[bytes]:

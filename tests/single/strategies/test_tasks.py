@@ -260,3 +260,18 @@ def test_few_rows_that_many_batches_lack_are_filled_in_at_once() -> None:
 def test_nothing_is_filled_in_where_that_spares_nothing() -> None:
     assert worth_filling(rows(1, 2, 3, 4), batches([1, 2], [3, 4])) is None
     assert worth_filling(rows(1, 2, 3, 4, 5, 6, 7, 8), batches([1, 2])) is None
+
+
+def test_paths_and_labels_of_a_table_may_write_accents_otherwise_than_the_folders(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    save_photos(tmp_path / "photos")
+    for part in ("train", "test"):
+        (tmp_path / "photos" / part / "a").rename(tmp_path / "photos" / part / decomposed)
+    samples = deal(open_data("imagefolder", tmp_path / "photos"), DataConfig(), seed=0, batch_size=8, replicas=1)
+    lines = [
+        f"{split},{path.replace(decomposed, composed)},{(composed, decomposed, 'tea')[row % 3]}"
+        for split, images in (("train", samples.train), ("test", samples.evaluated))
+        for row, path in enumerate(images.source.paths)  # type: ignore[union-attr]
+    ]
+    [labels] = read_labels([Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *lines]), samples)
+    assert labels.classes == (composed, "tea")

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ def program() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    # Pillow's, of large images: those that are too large are refused in a line.
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit", RuntimeWarning)
     # A daemon may have closed them. The file that is opened next would get the number, and what a library prints.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

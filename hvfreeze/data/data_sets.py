@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
-from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders, splits_in
+from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
@@ -131,6 +131,8 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 _DIGITS_SEED = 0
+MOST_CLASSES = 1000
+"""With more different labels than this, a class must have two training samples on average."""
 
 
 def default_directory() -> Path:
@@ -272,26 +274,46 @@ def _image_set(
 
 
 def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
-    """Return the splits of a data set of the user's own, whose classes are named by it, else numbered."""
+    """Return the splits of a data set of the user's own, whose classes are named by it, else by their numbers."""
     train, test = splits["train"], splits["test"]
     name = train.source.name
-    count = 1 + max(*train.labels, *test.labels)
-    classes = train.classes or tuple(map(str, range(count)))
-    alike = test.classes in (train.classes, None) and count <= len(classes)
+    shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
+    used = sorted(shown["train"] | shown["test"]) or [0]
+    if len(used) > MOST_CLASSES and 2 * len(used) > len(train.labels):
+        raise RefusedError(
+            f"--data ({name}): {len(train.labels)} training samples have {len(used)} different labels, such as "
+            f"{first_few(list(map(str, used)))}: these are no classes, which have two samples or more"
+        )
+    classes, notes = train.classes or tuple(map(str, used)), list[str]()
+    number = {label: place for place, label in enumerate(used)}
+    if train.classes or used[-1] == len(used) - 1:
+        number = {label: label for label in used}
+    else:
+        notes.append(
+            f"labels are {first_few(list(classes))}: they are numbered anew from 0, and are the names of the "
+            f"{plural(len(classes), 'class', 'classes')}"
+        )
+    alike = test.classes in (train.classes, None) and number[used[-1]] < len(classes)
     if not alike or len(set(classes)) < max(2, len(classes)) or not all(classes):
         raise RefusedError(
             f"--data ({name}) must have at least two classes with names of their own, none empty, the same in train "
-            f"and test; labels go up to {count - 1}, and train names {plural(len(classes), 'class', 'classes')}"
+            f"and test; labels go up to {used[-1]}, and train names {plural(len(classes), 'class', 'classes')}"
         )
-    shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
-    unlearnt = [classes[label] for label in sorted(shown["test"] - shown["train"])]
-    notes = [f"no training sample has a class that the test set has: {', '.join(unlearnt)}"] if unlearnt else []
+    unlearnt = [classes[number[label]] for label in sorted(shown["test"] - shown["train"])]
+    if unlearnt:
+        notes.append(f"no training sample has a class that the test set has: {first_few(unlearnt)}")
+    unseen = [each for place, each in enumerate(classes) if place not in number.values()]
+    if unseen:
+        notes.append(
+            f"no sample has one of {plural(len(unseen), 'class', 'classes')} that are named: {first_few(unseen)}"
+        )
     mean, std = _STATISTICS["imagefolder"]
     sets = {
         part: ImageSet(
             name=name,
             classes=classes,
-            labels=torch.tensor(split.labels, dtype=torch.int64),
+            # Labels of broken samples mean nothing.
+            labels=torch.tensor([number.get(label, 0) for label in split.labels], dtype=torch.int64),
             mean=mean,
             std=std,
             flips=train.flips,

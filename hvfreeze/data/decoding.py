@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.images import ArraySource, BrokenImagesError
-from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.reading import PixelArray, TooLargeError
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.views import Augment, Transform
 from hvfreeze.data.windows import Windows
@@ -31,7 +31,10 @@ _BATCHES_AHEAD = 4
 
 
 def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[int, str]:
-    """Return the samples of a share of an image set that cannot be decoded, and why; every image is decoded."""
+    """Return the samples of a share of an image set that cannot be decoded, and why; every image is decoded.
+
+    Raises TooLargeError where one is larger than may be opened.
+    """
 
     def look(some: Ids) -> dict[int, str]:
         return _decode_into(image_set, some, np.empty((len(some), *image_set.image_shape), dtype=np.uint8))
@@ -290,6 +293,8 @@ def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> dict[int, s
     for row, sample_id in zip(rows, ids, strict=True):
         try:
             row[:] = image_set.decode(int(sample_id))
+        except TooLargeError:
+            raise
         except RefusedError as error:
             broken[int(sample_id)] = str(error)
     return broken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -21,16 +22,19 @@ from hvfreeze.data.reading import (
     PixelArray,
     Reading,
     Sizes,
+    TooLargeError,
+    allow_large_images,
     is_oblong,
     notes_on_crop,
     one_shape,
     picture_of,
     sized_pixels,
     to_rgb,
+    too_large,
     turn_of,
 )
 from hvfreeze.data.shards import evenly
-from hvfreeze.errors import HvfreezeError, RefusedError
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.user_code import call, code_sha256, told
 from hvfreeze.wording import plural
 
@@ -146,6 +150,7 @@ def open_own(
 
 def make(name: str, directory: str | None, split: str) -> Any:
     """Return the data set that a function makes; see `open_own`."""
+    allow_large_images()
     dataset = call("data", name, split=split, **({} if directory is None else {"data_dir": directory}))
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or len(dataset) == 0:
         raise RefusedError(f"--data ({name}) must return a Dataset with a length above 0, not {type(dataset).__name__}")
@@ -194,9 +199,11 @@ def labels_of(name: str, dataset: Any) -> tuple[list[int], dict[int, str]]:
     for row in range(len(dataset)):
         try:
             label = known[row] if known is not None else sample(name, dataset, row)[1]
+        except TooLargeError:
+            raise
         except RefusedError as error:
             label, broken[row] = 0, str(error)
-        number = isinstance(label, np.generic) or (isinstance(label, Tensor) and label.numel() == 1)
+        number = isinstance(label, (np.generic, np.ndarray, Tensor)) and math.prod(label.shape) == 1
         whole = label.item() if number else label
         if type(whole) is not int or whole < 0:
             raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be a whole number from 0")
@@ -205,17 +212,44 @@ def labels_of(name: str, dataset: Any) -> tuple[list[int], dict[int, str]]:
 
 
 def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
-    """Return the image and the label of a sample.
+    """Return the image and the label of a sample, which is a pair or a dictionary.
 
-    Raises RefusedError where the data set fails, or gives something else.
+    Raises:
+        RefusedError: the data set fails, or gives nothing.
+        UsageError: it gives something else, as it probably does for all samples.
     """
+    place = f"--data ({name}): sample {row}"
     try:
-        image, label = dataset[row][:2]
+        found = dataset[row]
+        if found is None:
+            raise ValueError("it is None")
     except HvfreezeError:
         raise
+    except Image.DecompressionBombError as error:
+        raise too_large(place, error) from error
     except Exception as error:  # the user's data set may fail in any way
-        raise RefusedError(f"--data ({name}): sample {row} cannot be read as (image, label): {told(error)}") from error
+        raise RefusedError(f"{place} cannot be read as (image, label): {told(error)}") from error
+    if isinstance(found, Mapping):
+        image, label = ([key for key in keys if key in found] for keys in (IMAGE_KEYS, LABEL_KEYS))
+        if len(image) == len(label) == 1:
+            return found[image[0]], found[label[0]]
+        raise UsageError(
+            f"{place} is a dictionary with the keys {', '.join(map(str, found))}; one of {', '.join(IMAGE_KEYS)} must "
+            f"hold the image, and one of {', '.join(LABEL_KEYS)} the label, or return (image, label)"
+        )
+    try:
+        image, label = found[:2]
+    except Exception as error:
+        raise UsageError(
+            f"{place} cannot be read as (image, label): {type(error).__name__}: {error}; it is of type "
+            f"{type(found).__name__}, and must be a pair, or a dictionary with image and label"
+        ) from error
     return image, label
+
+
+IMAGE_KEYS = ("image", "img", "picture", "pixels", "pixel_values")
+LABEL_KEYS = ("label", "labels", "target", "class", "class_id", "y")
+"""Of samples that are dictionaries."""
 
 
 def picture(

@@ -64,20 +64,53 @@ COLOUR_OF_16_BITS = re.compile("[A-Z]{2,4};16[BLN]")
 """How Pillow calls the channels in a file."""
 
 
+LIMIT = "HVFREEZE_MAX_MEGAPIXELS"
+"""The environment variable that raises the limit on an image's size, also of images that a user's code opens."""
+
+
+class TooLargeError(RefusedError):
+    """An image is intact, and larger than may be opened: it is never left out as a broken one."""
+
+
 class UnknownRangeError(ValueError):
     """Pixels are numbers of which nobody says what is black and what is white."""
+
+
+def allow_large_images() -> None:
+    """Let Pillow open images as large as `LIMIT` says. Raises UsageError where that is no size."""
+    text = os.environ.get(LIMIT, "")
+    if not text:
+        return
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise UsageError(f"{LIMIT} ({text}) must be a whole number of megapixels, at least 1")
+    # Pillow refuses what has more than twice as many.
+    Image.MAX_IMAGE_PIXELS = int(text) * 500_000
+
+
+def too_large(place: str, error: Exception) -> TooLargeError:
+    """Return the refusal of an image that Pillow takes for a file made to fill the memory."""
+    found = re.search(r"\((\d+) pixels\)", str(error))
+    megapixels = int(found[1]) // 10**6 + 1 if found else 0
+    limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6
+    return TooLargeError(
+        f"{place} is too large: {megapixels} megapixels, and the limit is {limit}; make it smaller, or set the "
+        f"environment variable {LIMIT}={megapixels} on all ranks"
+    )
 
 
 def open_image(path: str | Path) -> Image.Image:
     """Return an image of which only the header has been read; the caller closes it.
 
-    Raises RefusedError, which names it, where the file cannot be read or is not an image.
+    Raises RefusedError, which names it, where the file cannot be read, is not an image or is too large.
     """
+    allow_large_images()
     try:
         # Opening a pipe would wait for whoever writes to it, for ever where nobody does.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no plain file")
         return with_8_bit_key(Image.open(path))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise too_large(str(path), error) from error
     except UnidentifiedImageError as error:
         raise _damaged(path, error) from error
     except OSError as error:
@@ -326,4 +359,6 @@ def unreadable(path: str | Path, error: OSError) -> RefusedError:
 
 def _damaged(path: str | Path, error: Exception) -> RefusedError:
     reason = " ".join(str(error).replace(str(path), "the file").split())
+    if "text chunk" in reason.lower().replace("_", " "):
+        return TooLargeError(f"{path} holds more text than Pillow reads ({reason}); save it without metadata")
     return RefusedError(f"{path} is not an intact image ({reason}); restore or remove it")

@@ -147,13 +147,17 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
         splits = replace(splits, train=train, test=test)
     _, image_set, ids = choose(splits, data, seed=config.data_seed)
     (_, height, width), wanted = image_set.image_shape, applied.preparation
-    if image_set.classes != applied.classes or (height, width) != (wanted.height, wanted.width):
+    labels = image_set.labels[torch.from_numpy(ids)]
+    classes = image_set.classes
+    if is_named_code(data.data) and set(classes) < set(applied.classes):
+        # Models of before have classes for numbers that no label has.
+        labels, classes = labels_for(applied, labels, classes, str), applied.classes
+    if classes != applied.classes or (height, width) != (wanted.height, wanted.width):
         raise RefusedError(
             f"the run's data ({image_set.name}) has changed: it has {len(image_set.classes)} classes of images of "
             f"{width}x{height} pixels, and the model was trained on {len(applied.classes)} of "
             f"{wanted.width}x{wanted.height}; restore it, or name other data with --data-dir"
         )
-    labels = image_set.labels[torch.from_numpy(ids)]
     name = f"{'held-out' if data.validation_fraction > 0 else 'test'} samples of the run's data"
     return EvaluatedSamples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
 

@@ -19,8 +19,8 @@ from hvfreeze.data.data_sets import DataSplits, open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.images import TURNED, BrokenImagesError
 from hvfreeze.data.own import PROBES
-from hvfreeze.data.reading import ORIENTATION
-from hvfreeze.errors import HvfreezeError
+from hvfreeze.data.reading import ORIENTATION, TooLargeError
+from hvfreeze.errors import HvfreezeError, UsageError
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -203,3 +203,105 @@ def test_broken_samples_are_named_or_left_out(opened: Callable[..., DataSplits],
     assert replace(train, broken=found).ids.tolist() == [1, 2, 4, 5, 6, 8, 9, 10, 11]
     assert train.labels[train.ids].tolist() == train.ids.__mod__(2).tolist()
     assert train.identity() == opened(make, skip_bad=True).train.identity()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ([17, 4000, 20000, 60000, 17, 4000], ("17", "4000", "20000", "60000")),
+        ([1, 2, 3, 4, 1, 2], ("1", "2", "3", "4")),
+        ([10**18, 3, 3, 10**18, 3, 3], ("3", str(10**18))),
+        ([np.array(2), 1, 2, 1, 2, 1], ("1", "2")),
+    ],
+)
+def test_labels_with_gaps_are_numbered_anew_and_that_is_said(
+    opened: Callable[..., DataSplits], labels: list[int], classes: tuple[str, ...], known: bool
+) -> None:
+    more = {"targets": labels} if known else {}
+    found = opened(lambda split: Listed(PIXELS, labels, **more))
+    assert found.train.classes == classes
+    assert found.train.labels.tolist() == [classes.index(str(label)) for label in labels]
+    [note] = found.notes
+    assert note.startswith(f"labels are {', '.join(classes)}: they are numbered anew") and "classes" in note
+
+
+def test_a_label_that_only_the_test_set_has_is_numbered_too(opened: Callable[..., DataSplits]) -> None:
+    labels = {"train": [1, 2, 1, 2, 1, 2], "test": [9, 1, 2, 1, 1, 1]}
+    found = opened(lambda split: Listed(PIXELS, labels[split]))
+    assert found.train.classes == found.test.classes == ("1", "2", "9") and found.test.labels[0] == 2
+    assert found.notes[1:] == ["no training sample has a class that the test set has: 9"]
+
+
+def test_names_of_classes_that_no_sample_has_are_told(opened: Callable[..., DataSplits]) -> None:
+    found = opened(lambda split: Listed(PIXELS, [1, 2, 1, 2, 1, 2], classes=["ground", "a", "b"]))
+    assert found.train.classes == ("ground", "a", "b") and found.train.labels.tolist() == [1, 2, 1, 2, 1, 2]
+    assert found.notes == ["no sample has one of 1 class that are named: ground"]
+
+
+def test_a_number_for_each_sample_is_no_class(opened: Callable[..., DataSplits]) -> None:
+    images = torch.zeros(1500, 3, 2, 2, dtype=torch.uint8)
+    with pytest.raises(
+        HvfreezeError, match=r"1500 training samples have 1500 different labels, such as 0, 1, .* no classes"
+    ):
+        opened(lambda split: Listed(images, list(range(1500)), targets=list(range(1500))))
+
+
+class Keyed(Listed):
+    """Samples as dictionaries."""
+
+    def __getitem__(self, row: int) -> Any:
+        image, label = super().__getitem__(row)
+        return {self.keys[0]: image, self.keys[1]: label, "path": "x"}
+
+
+@pytest.mark.parametrize("keys", [("image", "label"), ("img", "labels"), ("pixel_values", "target")])
+def test_samples_may_be_dictionaries(opened: Callable[..., DataSplits], keys: tuple[str, str]) -> None:
+    found = opened(lambda split: Keyed(PIXELS, [0, 1] * 3, keys=keys))
+    assert found.train.labels.tolist() == [0, 1] * 3
+    np.testing.assert_array_equal(found.train.decode(4), PIXELS[4].numpy())
+
+
+@pytest.mark.parametrize("skip_bad", [True, False])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda split: Keyed(PIXELS, [0, 1] * 3, keys=("photo", "label")),
+            "with the keys photo, label, path; one of image",
+        ),
+        (
+            lambda split: Keyed(PIXELS, [0, 1] * 3, keys=("image", "fine")),
+            "with the keys image, fine, path; one of image",
+        ),
+        (lambda split: [3.5] * 6, "it is of type float, and must be a pair"),
+        (lambda split: [{1, 2}] * 6, "it is of type set, and must be a pair"),
+    ],
+)
+def test_samples_of_another_form_have_one_line_for_all(
+    opened: Callable[..., DataSplits], make: Callable[..., Any], message: str, skip_bad: bool
+) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
+        opened(make, skip_bad=skip_bad)
+    assert str(refusal.value).count("sample ") == 1
+
+
+def test_samples_that_are_none_are_broken_ones(opened: Callable[..., DataSplits]) -> None:
+    def make(split: str) -> Any:
+        return [None, *((pixels, row % 2) for row, pixels in enumerate(PIXELS))]
+
+    with pytest.raises(BrokenImagesError, match=r"sample 0 cannot be read .*it is None.*--skip-bad"):
+        opened(make)
+    assert opened(make, skip_bad=True).train.ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_image_that_is_too_large_is_no_broken_one(opened: Callable[..., DataSplits]) -> None:
+    class Large(Listed):
+        def __getitem__(self, row: int) -> Any:
+            if row == 3:
+                raise Image.DecompressionBombError("Image size (182000000 pixels) exceeds limit of 178956970 pixels")
+            return super().__getitem__(row)
+
+    for more in ({}, {"targets": [0, 1] * 3}):
+        with pytest.raises(TooLargeError, match=r"sample 3 is too large: 183 megapixels, and the limit is 178; .*=183"):
+            find_broken(opened(lambda split, more=more: Large(PIXELS, [0, 1] * 3, **more), skip_bad=True).train)

@@ -190,3 +190,29 @@ def test_blocks_refuses_a_batch_without_statistics() -> None:
 )
 def test_blocks_refuses_what_no_memory_holds(flags: str, message: str) -> None:
     refused(call("blocks", "resnet18", *flags.split()), 2, message)
+
+
+def test_a_model_with_classes_that_no_label_has_is_evaluated_by_their_names(code: Path, tmp_path: Path) -> None:
+    numbered = "\n\ndef numbered(split):\n    data = Spots(12, 0)\n"
+    numbered += "    data.targets, data.classes = {}, None\n    return data\n"
+    run = tmp_path / "run"
+    code.write_text(CODE + numbered.format([0, 1, 2] * 4))
+    flags = (
+        "--model",
+        "shufflenet_v2_x0_5",
+        "--data",
+        "spotted:numbered",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "1",
+        "--threads",
+        "1",
+    )
+    outcome = call("train", *flags, "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    code.write_text(CODE + numbered.format([1, 2] * 6))
+    sys.modules.pop("spotted")
+    evaluated = call("evaluate", str(run), "--trust-code")
+    assert evaluated.returncode == 0 and "on 12 test samples" in evaluated.stdout, str(evaluated)
+    assert [line.split()[0] for line in evaluated.stdout.splitlines() if line[:1] in "012"] == ["1", "2"]

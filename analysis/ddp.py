@@ -27,7 +27,7 @@ from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.training.stage_build import Blueprint, rows_evaluated, statistics_of
+from hvfreeze.training.stage_build import Blueprint, normalisation_of, rows_evaluated
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 
@@ -103,7 +103,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         seed=config.data_seed,
         replica=rank,
         budget_bytes=memory_budget(size),
-        statistics=statistics_of(config.model),
+        statistics=normalisation_of(config, splits.train, chain.model).statistics,
     )
     return Training(
         config=config,

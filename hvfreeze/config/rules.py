@@ -218,6 +218,25 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
+def is_url(text: str) -> bool:
+    """Tell whether a text is a URL."""
+    return re.match(r"(https?|file)://", text) is not None
+
+
+def weights_entry(text: str) -> tuple[str, str] | None:
+    """Return the enumeration, perhaps empty, and the name in ResNet18_Weights.IMAGENET1K_V1, DEFAULT and the like.
+
+    None for a text of another form: the path of a file, or a URL.
+    """
+    found = re.fullmatch(r"(?:(\w+_Weights)\.)?(DEFAULT|IMAGENET1K_\w+)", text)
+    return (found[1] or "", found[2]) if found else None
+
+
+def is_downloaded(weights: str) -> bool:
+    """Tell whether --weights names what is downloaded, and no file."""
+    return is_url(weights) or weights_entry(weights) is not None
+
+
 def parse_colour(flag: str, text: str) -> tuple[int, int, int]:
     """Return red, green and blue, 0 to 255, of a colour: `white`, `black`, or three numbers with commas between.
 

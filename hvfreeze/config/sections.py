@@ -30,8 +30,9 @@ from hvfreeze.config.rules import (
     setting,
     typed,
     types_of,
+    weights_entry,
 )
-from hvfreeze.user_code import check_named_code, is_named_code
+from hvfreeze.user_code import TIMM, check_named_code, is_named_code
 from hvfreeze.wording import plural
 
 Channels = tuple[float, float, float]
@@ -405,7 +406,12 @@ class ModelConfig(Section):
         "local-critics, else stage",
         read_by="cuts",
     )
-    weights: str = setting("none", "FILE", "none, DEFAULT (torchvision's, downloaded), or a state_dict's file")
+    weights: str = setting(
+        "none",
+        "FILE",
+        "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
+        "state_dict, also as safetensors",
+    )
     reset_head: bool = setting(
         False,
         "",
@@ -419,7 +425,10 @@ class ModelConfig(Section):
         parse_mlp("model", self.model)
         if is_named_code(self.model):
             check_named_code("model", self.model)
-            rule(self.weights != "DEFAULT", "weights", "DEFAULT", "none or a file with a model of your own")
+            own = weights_entry(self.weights) is None
+            rule(own, "weights", self.weights, "none or a file with a model of your own")
+        timms = not self.model.startswith(TIMM) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
+        rule(timms, "weights", self.weights, "none, DEFAULT or a file with a model of timm's")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 

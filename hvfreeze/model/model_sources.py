@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from hvfreeze.config.rules import parse_mlp
+from hvfreeze.config.rules import is_url, parse_mlp
 from hvfreeze.config.sections import TINY_LM
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, cut_into_blocks
@@ -28,7 +28,8 @@ from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.model.tiny_lm import TinyLM
-from hvfreeze.model.weights import load_weights, pretrained_weights, read_weights
+from hvfreeze.model.weight_names import download, find_entry
+from hvfreeze.model.weights import load_weights, pretrained_weights, read_state
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.user_code import TIMM, call, told
 from hvfreeze.wording import plural
@@ -243,8 +244,8 @@ def build_model(
     Args:
         name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, or package:function, whose code is run.
         num_classes: outputs of the head.
-        weights: `none`, `DEFAULT` (torchvision's, downloaded) or the path of a state_dict. A head for another number of
-            classes is left as initialised, and a note says so.
+        weights: `none`, `DEFAULT` or another name of torchvision's (downloaded), a URL, or the path of a state_dict. A
+            head for another number of classes is left as initialised, and a note says so.
         image_size: height and width of the images in pixels; of a language model the characters of a window.
         reset_head: whether the head starts afresh also where the weights have one of as many classes.
         head: --head; `mlp` and `mlp-WxW...` put an `Mlp` in the place of the last layer, others change nothing.
@@ -282,11 +283,16 @@ def build_named(name: str, *, num_classes: int, weights: str, image_size: int, r
         )
     if weights == "none":
         return BuiltModel(model, [])
-    default = weights == "DEFAULT"
-    if default and (widths or name in (*NARROW_RESNETS, TINY_LM)):
-        raise UsageError(f"weights (DEFAULT): torchvision has none for {name}; give a file, or pass --weights none")
-    state = pretrained_weights(name, image_size=image_size) if default else read_weights(weights)
-    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head))
+    if find_entry(name, weights) is not None:
+        state, notes = pretrained_weights(name, image_size=image_size, weights=weights), list[str]()
+    else:
+        state, notes = read_state(file_of(weights))
+    return BuiltModel(model, [*notes, *load_weights(model, state, source=weights, reset_head=reset_head)])
+
+
+def file_of(weights: str) -> str:
+    """Return the file that `weights` is, or is downloaded to."""
+    return str(download(weights)) if is_url(weights) else weights
 
 
 def build_other(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
@@ -300,8 +306,12 @@ def build_other(name: str, *, num_classes: int, weights: str, image_size: int, r
         return BuiltModel(model, [], chain)
     if weights == "DEFAULT" and not name.startswith(TIMM):
         raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
-    state = timm_weights(name, image_size=image_size) if weights == "DEFAULT" else read_weights(weights)
-    return BuiltModel(model, load_weights(model, state, source=weights, reset_head=reset_head, chain=chain), chain)
+    if weights == "DEFAULT":
+        state, notes = timm_weights(name, image_size=image_size), list[str]()
+    else:
+        state, notes = read_state(file_of(weights))
+    notes += load_weights(model, state, source=weights, reset_head=reset_head, chain=chain)
+    return BuiltModel(model, notes, chain)
 
 
 def smallest_image_size(model: nn.Module) -> int:

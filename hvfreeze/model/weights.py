@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.config.rules import is_url
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, Ownership, group_steps
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
-from hvfreeze.plain_load import load_plain
+from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
+from hvfreeze.model.weight_names import find_entry, place_of
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.user_code import TIMM
 
 Triple = tuple[float, float, float]
-WRAPPERS = ("state_dict", "model")
-PREFIXES = ("module.", "_orig_mod.", "model.")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
 BODY = "body."
 """Begins the names of a model's own tensors beside a multi-level head."""
@@ -31,33 +33,34 @@ KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the state_dict in file `path`, also one inside {"state_dict": ...}.
+    """Return the state_dict in file `path`, as `read_state` does."""
+    return read_state(path)[0]
+
+
+def read_state(path: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the state_dict in file `path`, also one inside {"state_dict": ...}, and notes on what else there is.
 
     Raises RefusedError where the file is missing, damaged, holds something else, NaN, infinity, numbers beyond float32
-    or tensors that are not dense, or would have to run code to be read.
+    or tensors that are not dense, or would have to run code to be read; UsageError where its format needs a library.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # what a strange pickle makes torch say; the error below says it in one line
-            content = load_plain(Path(path).expanduser())
-    except RefusedError:
+            content = load_content(Path(path).expanduser())
+    except HvfreezeError:
         raise
     except OSError as error:
         raise RefusedError(
-            f"weights ({path}) cannot be read: {error.strerror or error}; give the path of a state_dict"
+            f"weights ({path}) cannot be read: {error.strerror or error}; give the path of a state_dict, a URL, none, "
+            "DEFAULT, or a name of torchvision's such as IMAGENET1K_V1"
         ) from error
     except Exception as error:  # a damaged file makes the unpickler raise anything
         raise RefusedError(
             f"weights ({path}) {_why(error)}; save them with torch.save(model.state_dict(), path)"
         ) from error
-    for wrapper in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
-    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise RefusedError(f"weights ({path}) are no state_dict: a mapping of names to tensors is needed")
-    state = {str(key): tensor for key, tensor in content.items()}
+    state, notes = choose_state(content, source=path)
     unread = [key for key, tensor in state.items() if not _is_plain(tensor)]
     if unread:
         raise RefusedError(
@@ -69,7 +72,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise RefusedError(
             f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}, as float32; give an intact file"
         )
-    return state
+    return state, notes
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -89,37 +92,38 @@ def _why(error: Exception) -> str:
         return f"are refused: to read them, code must run ({wanted[1]}), and none was run"
     if isinstance(error, pickle.UnpicklingError):
         return "are refused: this is no file of tensors, perhaps a pickle that wants to run code; none was run"
-    return "cannot be read: the file is damaged, or torch.save did not write it"
+    return "cannot be read: the file is damaged, or neither torch.save nor safetensors wrote it"
 
 
 def weights_path(name: str, weights: str) -> Path | None:
     """Return the file that `build_model` reads `weights` of model `name` from, None where it reads none."""
-    if weights == "none":
+    if weights == "none" or (name.startswith(TIMM) and weights == "DEFAULT"):
         return None
-    if weights != "DEFAULT":
-        return Path(weights).expanduser()
-    if name.startswith(TIMM):
-        return None
-    url = torchvision.models.get_model_weights(name).DEFAULT.url
-    return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
+    entry = find_entry(name, weights)
+    if entry is not None:
+        return place_of(entry.url, hashed=True)
+    return place_of(weights) if is_url(weights) else Path(weights).expanduser()
 
 
-def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
-    """Return torchvision's DEFAULT weights of model `name` for images of `image_size` pixels.
+def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") -> dict[str, Tensor]:
+    """Return weights of model `name` that torchvision has under the name `weights`, for images of `image_size` pixels.
 
     Random state is untouched. A vision transformer's position embedding is interpolated where the image size is not the
     pretraining's. The rescaling that googlenet and inception_v3 do before their first layer is folded into it. Raises
-    UsageError where the weights exist for other image sizes only, RefusedError where they cannot be downloaded.
+    UsageError where there are none of that name, or for other image sizes only, RefusedError where they cannot be
+    downloaded.
     """
     if name == "maxvit_t" and image_size % 224:
-        raise UsageError(f"weights (DEFAULT) of {name} need an image size that is a multiple of 224, not {image_size}")
-    entry = torchvision.models.get_model_weights(name).DEFAULT
+        raise UsageError(
+            f"weights ({weights}) of {name} need an image size that is a multiple of 224, not {image_size}"
+        )
+    entry = find_entry(name, weights)
     try:
         with torch.random.fork_rng(devices=[]):
             model = torchvision.models.get_model(name, weights=entry, progress=False)
     except Exception as error:  # network, disk, hash and unpickling fail in as many ways
         raise RefusedError(
-            f"weights (DEFAULT) of {name} cannot be downloaded from {entry.url}: {error}; put that file into "
+            f"weights ({weights}) of {name} cannot be downloaded from {entry.url}: {error}; put that file into "
             f"{torch.hub.get_dir()}/checkpoints, give another file with --weights, or pass --weights none"
         ) from error
     if getattr(model, "transform_input", False):
@@ -131,9 +135,9 @@ def pretrained_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
     return dict(state)
 
 
-def pretrained_statistics(name: str) -> tuple[Triple, Triple]:
-    """Return the mean and standard deviation of each channel with which torchvision's DEFAULT weights were trained."""
-    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+def statistics_of_entry(entry: Any) -> tuple[Triple, Triple]:
+    """Return the mean and standard deviation of each channel with which an entry of torchvision's was trained."""
+    preset = entry.transforms()
     (red, green, blue), (r, g, b) = preset.mean, preset.std
     return (red, green, blue), (r, g, b)
 
@@ -186,7 +190,10 @@ def load_weights(
         notes.append(f"weights ({source}): the multi-level head is left out")
         # Beside such a head the model's own is unused.
         state = {key: tensor for key, tensor in body.items() if key not in of_head}
-    state = _unwrapped(state, own)
+    state, told = _unwrapped(state, own, source=source)
+    notes += told
+    state, told = _with_positions(state, model, own, source=source)
+    notes += told
     auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
     if auxiliary:
         notes.append(f"weights ({source}): the auxiliary heads are left out")
@@ -283,14 +290,71 @@ def _body_of(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[
     return body if others and any(key in own for key in body) and not any(key.startswith(BODY) for key in own) else None
 
 
-def _unwrapped(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return `state` without what wrappers put before each name; a model may have such names of its own."""
-    while not any(key in own for key in state):
-        prefix = next((each for each in PREFIXES if all(key.startswith(each) for key in state)), None)
-        if prefix is None:
-            break
-        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
-    return state
+def _unwrapped(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str
+) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return `state` without what wrappers put before most names, such as "module.", and a note on what has not it.
+
+    That is whatever makes most names those of the model, which may have such beginnings of its own.
+    """
+    prefixes: Counter[str] = Counter()
+    for key in state:
+        parts = key.split(".")
+        for number in range(len(parts)):
+            if ".".join(parts[number:]) in own:
+                prefixes[".".join([*parts[:number], ""]) if number else ""] += 1
+    most = max(prefixes.values(), default=0)
+    if prefixes[""] == most:
+        return state, []
+    # Of a model and a running mean of it, the model.
+    prefix, *_ = sorted(
+        (each for each, count in prefixes.items() if count == most),
+        key=lambda each: (bool(AVERAGED.search(each)), each),
+    )
+    found = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+    outside = [key for key in state if not key.startswith(prefix)]
+    found |= {key: state[key] for key in outside if key in own and key not in found}
+    left = [key for key in outside if key not in own]
+    notes = [f"weights ({source}): names that do not begin with {prefix} are left out: {_first(left)}"] if left else []
+    return found, notes
+
+
+POSITIONS = re.compile(r"(^|[._])(pos|position|positional)_embed\w*(\.weight)?$")
+
+
+def _with_positions(
+    state: Mapping[str, Tensor], model: nn.Module, own: Mapping[str, Tensor], *, source: str
+) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return `state` with the position embeddings of a vision transformer for the model's image size, and notes."""
+    found, notes = dict(state), list[str]()
+    for key in filter(POSITIONS.search, own):
+        if key not in state or state[key].dim() != own[key].dim() or state[key].shape[-1] != own[key].shape[-1]:
+            continue
+        grids = _grids(*(tensor.numel() // tensor.shape[-1] for tensor in (state[key], own[key])))
+        if state[key].shape == own[key].shape or grids is None:
+            continue
+        tokens, old, new = grids
+        rows = state[key].reshape(tokens + old**2, -1).float()
+        # As the two libraries do it.
+        how = {"align_corners": True} if type(model) is torchvision.models.VisionTransformer else {"antialias": True}
+        image = rows[tokens:].T.reshape(1, -1, old, old)
+        image = functional.interpolate(image, size=(new, new), mode="bicubic", **how)
+        found[key] = torch.cat([rows[:tokens], image.reshape(-1, new**2).T]).reshape(own[key].shape)
+        notes.append(f"weights ({source}): {key} is interpolated from {old}x{old} to {new}x{new} patches")
+    return found, notes
+
+
+def _grids(there: int, here: int) -> tuple[int, int, int] | None:
+    """Return how many of so many positions are no patches, and the sides of both grids of patches, which are square.
+
+    None where that cannot be.
+    """
+    # A token for the class, none, or another one beside it.
+    for tokens in (1, 0, 2):
+        old, new = (math.isqrt(max(0, positions - tokens)) for positions in (there, here))
+        if old and new and (old**2, new**2) == (there - tokens, here - tokens):
+            return tokens, old, new
+    return None
 
 
 def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str) -> bool:

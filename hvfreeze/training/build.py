@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
@@ -24,6 +25,7 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
+from hvfreeze.config.rules import is_downloaded
 from hvfreeze.config.sections import AUTO, DataConfig
 from hvfreeze.config.tree import Config, differing, to_dict
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
@@ -55,10 +57,10 @@ from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.stage_build import (
     Blueprint,
     StageFactory,
+    normalisation_of,
     reads_images,
     replicas_of,
     rows_evaluated,
-    statistics_of,
 )
 from hvfreeze.training.stages import Stage, StageRunner
 from hvfreeze.training.time_budget import open_budget, passes_left, time_run
@@ -198,7 +200,7 @@ def assemble(
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
-    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows)
+    feed, evaluated, notes = load_share(config, world, corpus, chain.model, replica=replica, rows=rows)
     content = content_of(world, corpus, feed, evaluated)
     overlap = overlap_of(world, corpus, feed, evaluated)
     card = raise_on_all_ranks(
@@ -297,9 +299,11 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
 
 
 def load_share(
-    config: Config, world: World, corpus: Corpus, *, replica: int, rows: int
+    config: Config, world: World, corpus: Corpus, model: nn.Module, *, replica: int, rows: int
 ) -> tuple[TrainFeed, Inputs, list[str]]:
     """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
+
+    `model` may say with which mean and standard deviation its weights were trained.
 
     Pixels that several ranks of a node read are there once; each of them decodes a part. For `rows` see `TrainFeed`.
 
@@ -311,9 +315,10 @@ def load_share(
     pools, unshared = share_pools(config, world, corpus, budget_bytes=budget_bytes)
     # Rank 0's: on other nodes the card beside the weights may be missing.
     found = raise_on_all_ranks(
-        world, lambda: statistics_of(config.model) if world.rank == 0 else None, name="statistics"
+        world, lambda: normalisation_of(config, corpus.train, model) if world.rank == 0 else None, name="statistics"
     )
-    statistics = world.broadcast_object(found, name="statistics.of_rank_0")
+    normalisation = world.broadcast_object(found, name="statistics.of_rank_0")
+    assert normalisation is not None
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -323,7 +328,7 @@ def load_share(
                 seed=config.data_seed,
                 replica=replica,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
-                statistics=statistics,
+                statistics=normalisation.statistics,
                 solved=config.head.solved,
                 pools=pools,
                 rows=rows,
@@ -340,7 +345,8 @@ def load_share(
     for pool in pools:
         if pool is not None:
             protect(pool.pixels)
-    return *feeds, notes_on_sharing(unshared)
+    told = [normalisation.describe()] if isinstance(feeds[0].images, Images) else []
+    return *feeds, [*told, *notes_on_sharing(unshared)]
 
 
 def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
@@ -481,7 +487,7 @@ def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus
 
 def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:
     """Return the model, the same on every rank, and what the user should know; seeds torch's generator. Collective."""
-    if config.model.weights == "DEFAULT":
+    if is_downloaded(config.model.weights):
         # One rank per node downloads; the others find the file.
         raise_on_all_ranks(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
     chain, notes = raise_on_all_ranks(world, lambda: blueprint.build_from(config.run.seed), name="model")

@@ -1,0 +1,82 @@
+"""Images are normalised as the weights were trained, whoever says how that was, and every run says what it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hvfreeze.config.tree import from_dict
+from hvfreeze.training import stage_build
+from hvfreeze.training.stage_build import Normalisation, normalisation_of
+from tests.program import call
+
+HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+DATA: Any = SimpleNamespace(name="imagefolder", mean=IMAGENET[0], std=IMAGENET[1])
+
+
+def found(module: nn.Module | None = None, /, **settings: Any) -> Normalisation:
+    return normalisation_of(from_dict(settings), DATA, module or nn.Identity())
+
+
+def configured(**more: Any) -> nn.Module:
+    model = nn.Identity()
+    model.pretrained_cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), **more}  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("weights", ["DEFAULT", "lite0.pt", "https://some.org/lite0.pt"])
+def test_weights_of_timm_have_the_statistics_that_it_says(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+    monkeypatch.setattr(stage_build, "timm_statistics", lambda name: HALF)
+    there = found(model="timm:tf_efficientnet_lite0", weights=weights)
+    assert there == Normalisation(HALF, "timm's for tf_efficientnet_lite0")
+    assert found(model="timm:tf_efficientnet_lite0").statistics == IMAGENET, "weights that start at random"
+    told = found(model="timm:tf_efficientnet_lite0", weights=weights, mean="0.1", std="0.2")
+    assert told == Normalisation(((0.1,) * 3, (0.2,) * 3), "--mean and --std")
+
+
+def test_the_configuration_beside_a_file_comes_before_that_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_build, "timm_statistics", lambda name: HALF)
+    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    for text, expected in (
+        (json.dumps({"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]}}), (0.1, 0.2, 0.3)),
+        (json.dumps({"pretrained_cfg": {"mean": ["x"], "std": [1, 2, 3]}}), HALF[0]),
+        (json.dumps({"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0, 0, 0]}}), HALF[0]),
+        ("[]", HALF[0]),
+        ("no json", HALF[0]),
+    ):
+        settings.write_text(text)
+        assert found(model="timm:vit", weights=str(file)).statistics[0] == expected
+
+
+def test_a_file_of_torchvisions_is_read_as_its_default_weights_are(tmp_path: Path) -> None:
+    there = found(model="resnet18", weights=str(tmp_path / "resnet18-f37072fd.pth"), data="cifar10")
+    assert there == Normalisation(IMAGENET, "torchvision's for ResNet18_Weights.IMAGENET1K_V1")
+    assert found(model="resnet18", weights="IMAGENET1K_V1") == there
+    assert found(model="resnet18", weights=str(tmp_path / "mine.pth")).source.startswith("ImageNet's, for want")
+
+
+def test_a_model_of_ones_own_may_say_it_itself() -> None:
+    settings = {"model": "mine:make", "weights": "file.pt"}
+    assert found(configured(), **settings) == Normalisation(HALF, "those in the configuration of mine:make")
+    assert found(configured(std=(1,)), **settings).statistics == IMAGENET
+    # It may have made itself with weights, or not: nobody knows.
+    told = found(configured(), model="mine:make")
+    assert told.statistics == IMAGENET and "the model's configuration has --mean 0.5,0.5,0.5 --std 0.5," in told.source
+
+
+def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
+    flags = "--model shufflenet_v2_x0_5 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
+    outcome = call("train", *flags.split(), "--run-dir", str(tmp_path / "first"))
+    assert (
+        "mean 0.3053, 0.3053, 0.3053 and standard deviation 0.3759, 0.3759, 0.3759: those of digits" in outcome.stdout
+    )
+    weights = tmp_path / "first" / "model.pt"
+    outcome = call("train", *flags.split(), "--weights", str(weights), "--run-dir", str(tmp_path / "second"))
+    assert f"those of the run that made {weights}" in outcome.stdout, str(outcome)

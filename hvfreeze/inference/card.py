@@ -174,6 +174,10 @@ def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
+def _is_share(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value <= 1)
+
+
 def _are_classes(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_text, value)) and len(set(value)) == len(value)
 
@@ -200,6 +204,7 @@ ENTRIES: dict[str, Any] = {
     "context": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
     **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or _is_digest(v), "null or " + SHA[1])),
     "accuracy": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "in 0..1"),
+    **dict.fromkeys(("balanced_accuracy", "majority_share"), (_is_share, "null or in 0..1")),
     "accuracy_on": (lambda v: v in ("test", "held-out"), "test or held-out"),
     "epochs": _whole(2**63, least=0),
     "steps": _whole(2**63, least=0),
@@ -267,6 +272,10 @@ class Card:
     """The blocks before which critics give logits too, see `hvfreeze.model.early_exits`; none of most models."""
     accuracy: float = 0.0
     """Of the final model, 0-1."""
+    balanced_accuracy: float | None = None
+    """The mean of all classes' recalls; None where classes are equal."""
+    majority_share: float | None = None
+    """Of the most frequent class among the samples of that accuracy; None where classes are equal."""
     accuracy_on: str
     """`test`, or `held-out` for a part of the training set."""
     epochs: int = 0
@@ -335,15 +344,16 @@ def read_card(path: Path) -> Card:
             "mlp-WxW..., multi-level:P and kernel:P"
         )
     image = tree.get("image")
-    entries = checked(path, {"context": None, "exits": [], **tree}, ENTRIES)
+    before: dict[str, Any] = {"context": None, "exits": [], "balanced_accuracy": None, "majority_share": None}
+    entries = checked(path, {**before, **tree}, ENTRIES)
     entries |= {name: tuple(entries[name]) for name in ("classes", "exits")}
     if image is None and entries["context"] is not None:
         return Card(image=None, **entries)
     if not isinstance(image, dict):
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     # Cards that do not say how files were read are of a time when there was one way.
-    before = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
-    prepared = checked(path, {**before, **image}, IMAGE_ENTRIES, within="image.")
+    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
+    prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
     if (pixels := prepared["height"] * prepared["width"]) > MOST_PIXELS:

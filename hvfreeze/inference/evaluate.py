@@ -28,6 +28,7 @@ from torch.nn import functional
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
+from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
@@ -224,6 +225,22 @@ class Result:
         """0-1."""
         return self.correct / self.count
 
+    @property
+    def balanced_accuracy(self) -> float:
+        """The mean of all classes' recalls, 0-1."""
+        return balanced_accuracy(*([row[key] for row in self.rows] for key in ("samples", "correct")))
+
+    @property
+    def majority(self) -> tuple[int, float] | None:
+        """The most frequent class and its share of the samples; None where classes are equal."""
+        return majority_of([row["samples"] for row in self.rows])
+
+    def in_words(self) -> str:
+        """Return the accuracy, and what must be known beside it."""
+        if self.majority is None:
+            return percent(self.accuracy, 2)
+        return accuracy_in_words(self.accuracy, balanced=self.balanced_accuracy, majority=self.majority[1])
+
 
 def evaluate(
     run_dir: Path,
@@ -340,12 +357,18 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
     """Return the accuracies, of all samples and of every class, as lines of text."""
     line = f"{applied.card.model} on {result.count} {samples.name}: "
     line += f"top-1 {percent(result.accuracy, 2)} ({result.correct} of {result.count})"
+    if result.majority is not None:
+        largest, share = result.majority
+        line += f", balanced {percent(result.balanced_accuracy, 2)}, an answer that is always "
+        line += f"{on_one_line(printable(applied.classes[largest]))} {percent(share, 2)}"
     if len(applied.classes) > DEPTH:
         line += f", top-{DEPTH} {percent(result.among_best / result.count, 2)}"
     lines = [f"{line}, loss {result.loss:.4f}"]
     if samples.own:
         same = applied.card.accuracy == result.accuracy
-        lines.append("as the run reported" if same else f"the run reported {percent(applied.card.accuracy, 2)}")
+        card = applied.card
+        told = accuracy_in_words(card.accuracy, balanced=card.balanced_accuracy, majority=card.majority_share)
+        lines.append("as the run reported" if same else f"the run reported {told}")
     rows = [row for row in result.rows if row["samples"]]
     if len(rows) > MOST_PRINTED:
         rows = sorted(rows, key=lambda row: row["recall"])[:MOST_PRINTED]
@@ -359,7 +382,7 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
     found = result.calibration
     if found is not None:
         lines.append(
-            f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {percent(result.accuracy, 2)}; expected "
+            f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {result.in_words()}; expected "
             f"calibration error {percent(found.error, 2)} ({BINS} bins)"
         )
     return printable("\n".join(lines))
@@ -372,6 +395,8 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         "left_out": len(result.left_out),
         "correct": result.correct,
         "accuracy": result.accuracy,
+        "balanced_accuracy": result.balanced_accuracy,
+        "majority_share": max(row["samples"] for row in result.rows) / result.count,
         "top5_accuracy": result.among_best / result.count,
         "loss": result.loss,
         "data": printable(samples.name),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.report.tables import describe_run, epochs_done, percent, seconds, table_of
+from hvfreeze.report.tables import accuracy_of, describe_run, epochs_done, seconds, table_of
 from hvfreeze.runs.files import check_unlocked
 from hvfreeze.runs.reading import Run, load_run, read_config
 
@@ -72,7 +72,7 @@ def row_of(place: Path) -> dict[str, str]:
         "Run": name,
         "State": state_of(run),
         **describe_run(run),
-        "Accuracy": percent(run.test_accuracy),
+        "Accuracy": accuracy_of(run),
         "Training time": seconds(run.train_seconds),
         "Final cut": str(run.final_cut),
     }

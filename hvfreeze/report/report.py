@@ -177,8 +177,7 @@ def summary_section(groups: Sequence[Group]) -> Section:
 def headline(group: Group, comparison: Comparison) -> str:
     """Return the outcome of a comparison in one sentence, with both forms of the gain."""
     speed_up, saved = comparison.speed_up, comparison.time_saved
-    ours = shown(group.spread(lambda run: run.test_accuracy), percent)
-    theirs = shown(comparison.baseline.spread(lambda run: run.test_accuracy), percent)
+    ours, theirs = (tables.accuracy_of_group(each) for each in (group, comparison.baseline))
     change = f"{percent(abs(saved.mean))} {'less' if saved.mean >= 0 else 'more'} training time"
     gain = f"speed-up {shown(speed_up, factor)} over {comparison.baseline.name}, {change}, n = {speed_up.n}"
     return f"{group.name}: {gain}; accuracy {ours} against {theirs}."
@@ -189,6 +188,9 @@ def accuracy_section(runs: Sequence[Run], *, out: Path) -> Section:
     caption = f"Test accuracy against training time, a point an epoch; {number_of_runs(runs)}."
     if len(group_by_seed(runs)) < len(runs):
         caption += " Thick: the mean of time and of accuracy after each epoch; thin: single runs."
+    shares = sorted({f"{percent(share)}" for run in runs if (share := run.balance[1]) is not None})
+    if shares:
+        caption += f" Classes are unequal: an answer that is always the largest class is {', '.join(shares)} right."
     picture = draw(figures.plot_accuracy_against_time, runs, name="accuracy-against-time", caption=caption, out=out)
     return Section(heading="Accuracy against time", pictures=(picture,))
 

@@ -17,7 +17,7 @@ from hvfreeze.config.sections import AUTO
 from hvfreeze.config.tree import Config, flat, from_dict, to_dict
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
-from hvfreeze.runs.reading import TRAINING_PHASES, Run
+from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
 from hvfreeze.wording import on_one_line, plural
 
 RANKS_SHOWN = 8
@@ -27,6 +27,21 @@ RANKS_SHOWN = 8
 def percent(value: float, digits: int = 1) -> str:
     """Return a fraction as a percentage, a dash where it is not known."""
     return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
+
+
+def accuracy_of(run: Run) -> str:
+    """Return a run's accuracy, with what must be known beside it where classes are unequal."""
+    balanced, majority = run.balance
+    shown = percent(run.test_accuracy)
+    return shown if majority is None else f"{shown} (balanced {percent(balanced or 0)}, majority {percent(majority)})"
+
+
+def accuracy_of_group(group: Group) -> str:
+    """Return the accuracy of a group's runs, with what must be known beside it where classes are unequal."""
+    accuracy = shown(group.spread(lambda run: run.test_accuracy), percent)
+    beside = balance_of(group, [group])
+    told = f" (balanced {beside['Balanced accuracy']}, majority {beside['Majority class']})" if beside else ""
+    return accuracy + told
 
 
 def seconds(value: float) -> str:
@@ -129,6 +144,7 @@ def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"run": run.name, "group": group.name, "finished": run.finished, "ranks": run.size}
             row |= {leaf: run.settings[leaf] for leaf in ("model", "data", "freeze", "cut", "cache", "seed")}
             row |= {"test_accuracy": run.test_accuracy, "best_test_accuracy": run.best_accuracy}
+            row |= dict(zip(BALANCE, run.balance))
             row |= {"epochs": len(run.metrics), "train_seconds": run.train_seconds}
             row["speed_up"] = comparison.speed_up.mean if comparison else None
             row["time_saved"] = comparison.time_saved.mean if comparison else None
@@ -207,6 +223,7 @@ def summary_table(groups: Sequence[Group]) -> Table:
                 "Run": group_label(group),
                 **describe_run(group.runs[0]),
                 "Accuracy": shown(group.spread(lambda r: r.test_accuracy), percent),
+                **balance_of(group, groups),
                 **bits_of(group, groups),
                 "Best accuracy": shown(group.spread(lambda r: r.best_accuracy), percent),
                 "Training time": shown(group.spread(lambda r: r.train_seconds), seconds),
@@ -220,6 +237,17 @@ def summary_table(groups: Sequence[Group]) -> Table:
     return table_of(rows, prose=("Run", "Model", "Data", "Freeze", "Cache"))
 
 
+def balance_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
+    """Return the columns that tell how good an accuracy is where classes are unequal; none where all are equal."""
+    if not any(run.balance[1] is not None for other in groups for run in other.runs):
+        return {}
+    cells = {}
+    for title, place in (("Balanced accuracy", 0), ("Majority class", 1)):
+        known = [value for run in group.runs if (value := run.balance[place]) is not None]
+        cells[title] = percent(sum(known) / len(known)) if known else ""
+    return cells
+
+
 def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
     """Return the column of bits per character, empty for a group of images; no column where all are images."""
     key = "test_bits_per_character"
@@ -231,16 +259,19 @@ def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
 
 def models_table(run: Run) -> Table:
     """Return one row per model of a run that trained several at once: how each did after the last epoch."""
+    found = run.metrics[-1].get("models", {})
+    unequal = any("test_majority_share" in scores for scores in found.values())
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
         "Test accuracy": ("test_accuracy", percent),
+        **({"Balanced accuracy": (BALANCE[0], percent), "Majority class": (BALANCE[1], percent)} if unequal else {}),
         "Test loss": ("test_loss", number),
         "Training accuracy": ("train_accuracy", percent),
         "Training loss": ("train_loss", number),
     }
     rows = []
-    for name, scores in run.metrics[-1].get("models", {}).items():
-        found = {title: (scores.get(key), unit) for title, (key, unit) in columns.items()}
-        rows.append({"Model": name, **{t: "" if value is None else unit(value) for t, (value, unit) in found.items()}})
+    for name, scores in found.items():
+        cells = {title: (scores.get(key), unit) for title, (key, unit) in columns.items()}
+        rows.append({"Model": name, **{t: "" if value is None else unit(value) for t, (value, unit) in cells.items()}})
     return table_of(rows, title=run.name)
 
 

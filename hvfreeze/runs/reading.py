@@ -78,12 +78,15 @@ IN_ENVIRONMENT: dict[str, Kind] = {
     "versions": named(or_none(is_text)),
     "resumed": list_of(lambda value: with_keys({"changed": list_of(is_text)})(value) and "changed" in value),
 }
-OF_MODEL = dict.fromkeys(("test_accuracy", "test_loss", "train_accuracy", "train_loss"), or_none(is_number))
+BALANCE = ("test_balanced_accuracy", "test_majority_share")
+"""Beside a test accuracy, where classes are unequal."""
+OF_MODEL = dict.fromkeys((*BALANCE, "test_accuracy", "test_loss", "train_accuracy", "train_loss"), or_none(is_number))
 IN_METRICS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "step", "cut", "allreduce_bytes"), is_count),
     **dict.fromkeys(("train_seconds", "images_per_second"), is_number),
     "test_accuracy": or_none(is_number),
     "test_bits_per_character": or_none(is_number),
+    **dict.fromkeys(BALANCE, or_none(is_number)),
     "seconds": named(is_number),
     "cache": with_keys({"mode": is_text}),
     "models": named(with_keys(OF_MODEL)),
@@ -104,6 +107,7 @@ IN_SUMMARY: dict[str, Kind] = {
     **dict.fromkeys(("test_accuracy", "train_seconds", "images_per_second"), is_number),
     "seconds": named(is_number),
     **dict.fromkeys(("allreduce_bytes", "final_cut"), is_count),
+    **dict.fromkeys(BALANCE, or_none(is_number)),
     "cut_history": list_of(lambda value: list_of(is_count)(value) and len(value) == 3),
 }
 """What is read of each file, and as what; other keys may hold anything."""
@@ -155,6 +159,14 @@ class Run:
         if self.summary is not None:
             return float(self.summary["test_accuracy"])
         return self.accuracies[-1] if self.accuracies else math.nan
+
+    @property
+    def balance(self) -> tuple[float | None, float | None]:
+        """Balanced accuracy and the majority class's share beside `test_accuracy`; None where classes are equal."""
+        evaluated = [line for line in self.metrics if line["test_accuracy"] is not None]
+        place = self.summary if self.summary is not None else evaluated[-1] if evaluated else {}
+        balanced, majority = (place.get(key) for key in BALANCE)
+        return balanced, majority
 
     @property
     def best_accuracy(self) -> float:

@@ -18,12 +18,13 @@ from torch.nn import functional
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import AUTO
 from hvfreeze.data.batches import announce
+from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, in_precision
 from hvfreeze.strategies.base import MODEL
-from hvfreeze.training.evaluation import Score, Totals, evaluate, mean, reduce
+from hvfreeze.training.evaluation import Score, Totals, balance_of, evaluate, mean, reduce
 from hvfreeze.training.guard import Guard, HeldOut, Verdict, copied
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
@@ -197,7 +198,7 @@ def judge(job: Job) -> None:
     before = job.guard.best.verdict if job.guard.best else None
     runner = job.stage_runner
     verdict = job.guard.judge(fit, runner.opened.chain.model, job.last_scores, stage=runner.number)
-    job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples")
+    job.logger.info(f"{verdict.line(before)}; by heads that were fitted to all other samples{beside_majority(job)}")
     best = job.guard.best
     if before is not None and best is not None:
         job.last_scores, job.last_accuracy = best.scores, mean(best.scores).accuracy
@@ -272,12 +273,12 @@ def judge_tuned(job: Job) -> None:
         score = score_of(runner.opened.chain, guard.held_out, mirrored=mirrored, precision=precision, world=job.world)
     if not runner.is_last:
         verdict = guard.note_own(score, runner.opened.chain.model, stage=runner.number)
-        job.logger.info(f"{verdict.line(None)}; by the tuned model's own last layer")
+        job.logger.info(f"{verdict.line(None)}; by the tuned model's own last layer{beside_majority(job)}")
         if guard.best is None and leaves_much(verdict, held_out_of(job)) and runner.tune_on():
             job.logger.info("that is too much for a solved head to mend: tuning goes on without one")
     elif guard.best is not None:
         verdict = guard.judge_tuned(score, stage=runner.number)
-        job.logger.info(verdict.line(guard.best.verdict))
+        job.logger.info(verdict.line(guard.best.verdict) + beside_majority(job))
         if not verdict.kept:
             go_back(job)
 
@@ -291,10 +292,18 @@ def end_with_own(job: Job, guard: Guard) -> None:
     if own is None:
         return
     go_back(job, tuned=True)
+    beside = balance_of(job.last_scores)
+    balanced, majority = (beside.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     job.logger.info(
         f"the tuned model's own last layer is kept: loss {own.verdict.held_out_loss:.3f} on held-out samples is less "
-        f"than that of every solved head | test {100 * job.last_accuracy:.2f} %"
+        "than that of every solved head | test "
+        f"{accuracy_in_words(job.last_accuracy, majority=majority, balanced=balanced)}"
     )
+
+
+def beside_majority(job: Job) -> str:
+    """Return what stands beside an accuracy on training samples where their classes are unequal."""
+    return "" if job.majority_share is None else f"; the majority class is {100 * job.majority_share:.2f} % of these"
 
 
 def score_of(chain: Chain, held_out: HeldOut, *, precision: str, world: World, mirrored: bool = True) -> Score:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,9 +27,10 @@ from hvfreeze.comm.resources import (
 )
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import AUTO, DataConfig
+from hvfreeze.config.sections import AUTO, TEXT, DataConfig
 from hvfreeze.config.tree import Config, differing, to_dict
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
+from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
 from hvfreeze.data.folders import Folders
@@ -45,6 +47,7 @@ from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, o
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
+from hvfreeze.training.auto import beside_majority
 from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
 from hvfreeze.training.checkpoint import budget_before
 from hvfreeze.training.doubles import overlap_of
@@ -385,13 +388,18 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     job.logger.log_to(job.record.log)
     plan = plan_of(job, corpus, chain, asked=asked)
     job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
+    job.majority_share, unequal = shares_of_classes(config, corpus)
     job.notes = [
         *corpus.notes,
+        *unequal,
         *(note for note in job.notes if note not in corpus.notes),
         *([job.overlap.describe()] if job.overlap else []),
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
-        *notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror),
+        *(
+            note + (beside_majority(job) if job.mirror else "")
+            for note in notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror)
+        ),
         *without_effect(plan, given),
         *crowding(world),
         *bound_apart(world),
@@ -399,6 +407,35 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *job.record.notes,
     ]
     return job
+
+
+def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, list[str]]:
+    """Return the share of the most frequent class of the training samples, and a note, where classes are unequal.
+
+    Of a text, whose characters are no classes, and of labels from a table, which are each model's own, nothing is told.
+    """
+    if config.data.data == TEXT or config.strategy.tasks is not None:
+        return None, []
+    classes, found = corpus.train.classes, {}
+    held = "held-out" if config.data.validation_fraction > 0 else "test"
+    parts = {
+        "training": (corpus.train, np.unique(np.concatenate(corpus.plan.shards))),
+        held: (corpus.evaluated, corpus.evaluated_ids),
+    }
+    for part, (image_set, ids) in parts.items():
+        labels = image_set.labels[torch.from_numpy(ids)]
+        found[part] = majority_of(torch.bincount(labels, minlength=len(classes)))
+    told = " and ".join(
+        f"{share[1]:.1%} of the {part} samples are of class {classes[share[0]]}".replace("%", " %")
+        for part, share in found.items()
+        if share is not None
+    )
+    note = (
+        f"classes are unequal: {told}; an answer that is always the same class has that accuracy, so balanced accuracy "
+        "(the mean of all classes' recalls) is given too"
+    )
+    training = found["training"]
+    return training and training[1], [note] if told else []
 
 
 def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:

@@ -13,12 +13,25 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
+from hvfreeze.data.class_shares import balanced_accuracy, majority_of
 from hvfreeze.model.answers import classes_of
 from hvfreeze.strategies.base import MODEL, Answers, Strategy
 
 
 class Score(NamedTuple):
     """Means over samples."""
+
+    loss: float
+    accuracy: float
+    """0-1."""
+    balanced_accuracy: float | None = None
+    """The mean over classes of the accuracy on their samples; None where classes are equal, see `class_shares`."""
+    majority_share: float | None = None
+    """Of the most frequent class among the samples; None where classes are equal."""
+
+
+class Mean(NamedTuple):
+    """Means over models."""
 
     loss: float
     accuracy: float
@@ -34,6 +47,8 @@ class Best(NamedTuple):
     loss: float
     parameter_digest: str
     """Of all models, where this one is kept; else empty."""
+    balanced_accuracy: float | None = None
+    majority_share: float | None = None
 
     def below(self, score: Score) -> bool:
         """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is highest."""
@@ -83,6 +98,7 @@ def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> Scor
     The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
     """
     totals: dict[str, Totals] = {}
+    tallies: dict[str, Tensor] = {}
     strategy.begin_epoch(batches, training=False)
     for batch in batches:
         said = strategy.predict(batch)
@@ -93,13 +109,47 @@ def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> Scor
             name: float(functional.cross_entropy(logits.double(), labels)) for name, (logits, labels) in real.items()
         }
         count(totals, real, losses)
-    return reduce(totals, strategy.models, world, name="evaluation")
+        for name, (logits, labels) in real.items():
+            # A text's characters are no classes that anybody would balance.
+            if labels.dim() == 1:
+                tallies[name] = tally(logits, labels) + tallies.get(name, 0)
+    scores = reduce(totals, strategy.models, world, name="evaluation")
+    everyone = world.allgather_object(tallies, name="evaluation.classes")
+    for name, score in scores.items():
+        counts = [theirs[name] for theirs in everyone if name in theirs]
+        scores[name] = balanced(score, torch.stack(counts).sum(0)) if counts else score
+    return scores
 
 
-def mean(scores: Scores) -> Score:
+def tally(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return (2, classes) int64: each class's samples, and how many of them are answered right."""
+    classes = logits.shape[1]
+    right = labels[classes_of(logits) == labels]
+    return torch.stack([torch.bincount(each, minlength=classes) for each in (labels, right)])
+
+
+def balanced(score: Score, counts: Tensor) -> Score:
+    """Return a score with what must be known beside it where classes are unequal; for `counts` see `tally`."""
+    majority = majority_of(counts[0])
+    if majority is None:
+        return score
+    return score._replace(balanced_accuracy=balanced_accuracy(counts[0], counts[1]), majority_share=majority[1])
+
+
+def mean(scores: Scores) -> Mean:
     """Return the mean over models, each of which counts the same."""
-    losses, accuracies = zip(*scores.values(), strict=True)
-    return Score(sum(losses) / len(losses), sum(accuracies) / len(accuracies))
+    found = scores.values()
+    return Mean(sum(score.loss for score in found) / len(found), sum(score.accuracy for score in found) / len(found))
+
+
+def balance_of(scores: Scores) -> dict[str, float]:
+    """Return what the record says beside the mean accuracy over models; nothing where classes are equal for all."""
+    found = {}
+    for key in ("balanced_accuracy", "majority_share"):
+        known = [value for score in scores.values() if (value := getattr(score, key)) is not None]
+        if known and len(known) == len(scores):
+            found[f"test_{key}"] = sum(known) / len(known)
+    return found
 
 
 def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
@@ -113,6 +163,7 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
                 for part, scores in parts.items()
                 if scores
                 for key, value in scores[name]._asdict().items()
+                if value is not None
             }
             for name in models
         }

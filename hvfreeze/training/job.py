@@ -55,6 +55,8 @@ class Job:
     curves: Curves | None = None
     """On rank 0 with --tensorboard."""
     data_identities: dict[str, str] = field(default_factory=dict)
+    majority_share: float | None = None
+    """Of the most frequent class among the training samples; None where their classes are equal."""
     overlap: Overlap | None = None
     """Of evaluated images that are training images too, where there are some."""
     step: int = 0

@@ -17,6 +17,7 @@ from typing import Any, cast
 from hvfreeze.comm.mpi_environment import handling
 from hvfreeze.config.sections import TEXT
 from hvfreeze.data.batches import Batch
+from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import NumericsError, Preempted
 from hvfreeze.heads.moments import FeaturesError
@@ -24,10 +25,10 @@ from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import FitTerms
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.strategies.base import MODEL, SolvesHeads
-from hvfreeze.training.auto import begin_stage, end_trial, give_up_tuning, is_tuned, judge, judge_tuned
+from hvfreeze.training.auto import begin_stage, beside_majority, end_trial, give_up_tuning, is_tuned, judge, judge_tuned
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
-from hvfreeze.training.evaluation import Scores, Totals, by_model, count, evaluate, mean, reduce
+from hvfreeze.training.evaluation import Scores, Totals, balance_of, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT
 from hvfreeze.training.stages import learning_rate
@@ -153,7 +154,7 @@ def tell_solution(job: Job, fit: Solution) -> None:
             f"{job.names(fit.left_out)}"
         )
     if fit.mirror is not None:
-        job.logger.info(fit.mirror.line())
+        job.logger.info(fit.mirror.line() + beside_majority(job))
 
 
 EPOCHS = {"sgd": train_epoch, "exact": solve_epoch, "kernel": solve_epoch}
@@ -217,6 +218,7 @@ def epoch_line(job: Job, epoch: int, *, trained: Scores, tested: Scores, report:
         "train_accuracy": train_accuracy,
         "test_loss": loss,
         "test_accuracy": accuracy,
+        **balance_of(tested),
         "train_seconds": train_seconds(spent),
         "seconds": spent,
         "images_per_second": images / max(train_seconds(spent), 1e-9),
@@ -234,12 +236,16 @@ def epoch_line(job: Job, epoch: int, *, trained: Scores, tested: Scores, report:
 
 def tell_epoch(job: Job, line: dict[str, Any]) -> None:
     """Tell the user of an epoch, given its line of metrics.jsonl. Not a collective."""
-    fitted = f"loss {line['train_loss']:.4f} | train {100 * line['train_accuracy']:.2f} %"
+    majority = job.majority_share
+    fitted = f"loss {line['train_loss']:.4f} | train {accuracy_in_words(line['train_accuracy'], majority=majority)}"
     if "held_out_loss" in line:
         # A head that is solved is right on what it was fitted to, whatever it has learnt.
-        fitted = f"held-out loss {line['held_out_loss']:.4f} | held-out {100 * line['held_out_accuracy']:.2f} %"
+        right = accuracy_in_words(line["held_out_accuracy"], majority=majority)
+        fitted = f"held-out loss {line['held_out_loss']:.4f} | held-out {right}"
     loss, accuracy = line["test_loss"], line["test_accuracy"]
-    shown = "not evaluated" if accuracy is None else f"test {100 * accuracy:.2f} %"
+    balanced, largest = (line.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
+    tested = "" if accuracy is None else accuracy_in_words(accuracy, majority=largest, balanced=balanced)
+    shown = f"test {tested}" if tested else "not evaluated"
     if "test_bits_per_character" in line:
         shown += f", {line['test_bits_per_character']:.3f} bits per character"
     samples = "windows" if job.config.data.data == TEXT else "images"

@@ -33,7 +33,7 @@ from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
 from hvfreeze.training.checkpoint import directory_of, restore, save
 from hvfreeze.training.checkpoint_file import newest
-from hvfreeze.training.evaluation import by_model, mean
+from hvfreeze.training.evaluation import balance_of, by_model, mean
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import own_part, train_stages
 from hvfreeze.training.progress import Curves, Progress
@@ -191,6 +191,7 @@ def conclude(job: Job) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
+        **balance_of(job.last_scores),
         "epochs": job.epochs_done,
         "steps": job.step,
         "world_size": job.world.size,
@@ -237,11 +238,16 @@ def export(job: Job, *, digest: str) -> None:
             path = job.directory / f"{model.name}.pt"
             score, best = job.last_scores.get(model.name), kept.get(model.name)
             card = replace(done, accuracy=score.accuracy if score else job.last_accuracy)
+            if score is not None:
+                majority = score.majority_share
+                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=majority)
             if best is not None:
                 publish(path, [best_path(job, model.name).read_bytes()])
                 card = replace(
                     done,
                     accuracy=best.accuracy,
+                    balanced_accuracy=best.balanced_accuracy,
+                    majority_share=best.majority_share,
                     epochs=best.epoch + 1,
                     steps=best.step,
                     parameter_digest=best.parameter_digest,

@@ -30,6 +30,8 @@ MOST_FILES, MOST_TRAINED_FILES = 64, 1024
 """That are read of evaluated images and of training images, where their pixels are not in memory."""
 MOST_DECODED, MOST_TRAINED_DECODED = 64, 512
 """That are decoded for it of images that have no files of their own to compare."""
+MOST_TWIN_BYTES = 2**31
+"""Of all ranks' training images in memory that are digested because their first pixels are equal: two seconds."""
 PIXELS_LOOKED_AT = 64
 """Of each image, at first: they tell most images apart."""
 
@@ -60,6 +62,37 @@ class Overlap:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """Training images that are the same picture and have different classes."""
+
+    found: int
+    looked_at: int
+    trained: int
+    """All training images, of which some may not have been looked at."""
+    example: tuple[str, str]
+    """What messages call two such images."""
+    classes: tuple[str, str]
+    """Theirs."""
+
+    def describe(self) -> str:
+        """Return a note for the user."""
+        looked = f"{self.looked_at} looked at of " if self.looked_at < self.trained else ""
+        return (
+            f"of {looked}{plural(self.trained, 'training image')}, {self.found} have a twin in another class, such as "
+            f"{self.example[0]} ({self.classes[0]}) and {self.example[1]} ({self.classes[1]}): one of the labels is "
+            "wrong; remove one of each"
+        )
+
+
+def twins_in(digests: Digests, labels: Sequence[int]) -> list[int]:
+    """Return the samples, ascending, whose digest another sample of another class has; `labels` are by sample."""
+    classes: dict[bytes, set[int]] = {}
+    for sample, digest in digests.items():
+        classes.setdefault(digest, set()).add(labels[sample])
+    return sorted(sample for sample, digest in digests.items() if len(classes[digest]) > 1)
+
+
 def looked_at(pixels: MemoryPixels, ids: Ids) -> Ids:
     """Return which evaluated images in memory are compared; of many or large ones, some are left out."""
     return evenly(ids, max(1, min(MOST_IMAGES, MOST_BYTES // pixels.bytes_each)))
@@ -83,6 +116,26 @@ def digests_in_memory(pixels: MemoryPixels, ids: Ids) -> Digests:
         sample: hashlib.blake2b(pixels.fetch(ids[row : row + 1]).numpy().data, digest_size=16).digest()
         for row, sample in enumerate(ids.tolist())
     }
+
+
+def keys_of(first: NDArray[np.bytes_]) -> NDArray[np.uint64]:
+    """Return (images,) a number for each image's first pixels: equal for equal ones, and seldom for others."""
+    words = np.ascontiguousarray(first).view(np.uint8).reshape(len(first), -1, 8).view(np.uint64)[..., 0]
+    odd = np.random.default_rng(1).integers(0, 2**63, words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    found: NDArray[np.uint64] = (words * odd).sum(1, dtype=np.uint64)
+    return found
+
+
+def files_of_equal_size(trained: FileSource, ids: Ids) -> Ids:
+    """Return training samples whose files may be the same as another's by their sizes; a few, whole sizes at a time."""
+    sizes = trained.num_bytes[ids]
+    order = np.argsort(sizes, kind="stable")
+    _, places, counts = np.unique(sizes[order], return_index=True, return_counts=True)
+    chosen: list[int] = []
+    for place, count in zip(places.tolist(), counts.tolist()):
+        if count > 1 and len(chosen) + count <= MOST_TRAINED_FILES:
+            chosen += order[place : place + count].tolist()
+    return np.sort(ids[chosen])
 
 
 def files_to_compare(evaluated: FileSource, ids: Ids, trained: FileSource, trained_ids: Ids) -> tuple[Ids, Ids]:

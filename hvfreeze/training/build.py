@@ -50,7 +50,7 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.training.auto import beside_majority
 from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
 from hvfreeze.training.checkpoint import budget_before
-from hvfreeze.training.doubles import overlap_of
+from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
 from hvfreeze.training.mirror_trial import Finding, find_out, is_open
@@ -205,7 +205,9 @@ def assemble(
     rows = rows_evaluated(config, blueprint.image_shape)
     feed, evaluated, notes = load_share(config, world, corpus, chain.model, replica=replica, rows=rows)
     content = content_of(world, corpus, feed, evaluated)
-    overlap = overlap_of(world, corpus, feed, evaluated)
+    overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
+    if config.strategy.tasks is None:
+        conflict = conflict_of(world, corpus, feed)
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
     )
@@ -251,6 +253,7 @@ def assemble(
     return Job(
         data_identities=content,
         overlap=overlap,
+        conflict=conflict,
         config=config,
         world=world,
         directory=directory,
@@ -394,6 +397,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *unequal,
         *(note for note in job.notes if note not in corpus.notes),
         *([job.overlap.describe()] if job.overlap else []),
+        *([job.conflict.describe()] if job.conflict else []),
         *notes,
         *notes_on_freezing(config, job.stage_runner.stages),
         *(

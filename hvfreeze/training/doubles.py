@@ -1,4 +1,4 @@
-"""Images that are in both the training and the test set, looked for by all ranks together; see `data/overlap.py`."""
+"""Images that are in both splits, or in two classes, looked for by all ranks together; see `data/overlap.py`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from hvfreeze.data.batches import Corpus, TrainFeed
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.data.images import FileSource
 from hvfreeze.data.overlap import (
+    MOST_TRAINED_DECODED,
+    MOST_TWIN_BYTES,
+    Conflict,
     Digests,
     Doubles,
     Overlap,
@@ -20,14 +23,17 @@ from hvfreeze.data.overlap import (
     digests_of_decoded,
     digests_of_files,
     doubles_by_origin,
+    files_of_equal_size,
     files_to_compare,
     first_pixels,
+    keys_of,
     looked_at,
     match,
     samples_to_decode,
+    twins_in,
 )
 from hvfreeze.data.own import DatasetSource
-from hvfreeze.data.shards import Ids
+from hvfreeze.data.shards import Ids, evenly
 from hvfreeze.data.text import TextSource
 
 T = TypeVar("T")
@@ -62,6 +68,63 @@ def overlap_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
         evaluated=len(corpus.evaluated_ids),
         example=(corpus.evaluated.called(first), corpus.train.called(doubles[first])),
     )
+
+
+def conflict_of(world: World, corpus: Corpus, feed: TrainFeed) -> Conflict | None:
+    """Return which training images are the same picture in different classes, None where none is known. Collective.
+
+    Images of all ranks are compared where they are in memory, else a few of their files, or of them once decoded.
+    """
+    if isinstance(corpus.train.source, TextSource):
+        return None
+    replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
+    held = feed.images.pixels if isinstance(feed.images, Images) else None
+    known = world.allgather_object(place > 0 or isinstance(held, MemoryPixels), name="twins")
+    trained = np.unique(np.concatenate(corpus.plan.shards))
+    if all(known):
+        in_memory = held if place == 0 and isinstance(held, MemoryPixels) else None
+        mine, left_out = digests_of_twins(world, in_memory, corpus.plan.owned(replica))
+        looked = len(trained) - left_out
+    else:
+        mine, looked = digests_of_streamed(world, corpus, trained)
+    digests = merged(world.allgather_object(mine, name="twins.digests"))
+    labels = corpus.train.labels.tolist()
+    twins = twins_in(digests, labels)
+    if not twins:
+        return None
+    first = twins[0]
+    other = next(each for each in twins if digests[each] == digests[first] and labels[each] != labels[first])
+    return Conflict(
+        found=len(twins),
+        looked_at=looked,
+        trained=len(trained),
+        example=(corpus.train.called(first), corpus.train.called(other)),
+        classes=(corpus.train.classes[labels[first]], corpus.train.classes[labels[other]]),
+    )
+
+
+def digests_of_twins(world: World, pixels: MemoryPixels | None, ids: Ids) -> tuple[Digests, int]:
+    """Return digests of this rank's training images whose first pixels another image of any rank has. Collective.
+
+    And how many of all ranks are left out, because they are too many. `pixels` is None where another rank has them.
+    """
+    first = np.zeros(0, np.uint64) if pixels is None else keys_of(first_pixels(pixels, ids))
+    everyone = world.allgather_object((first, 0 if pixels is None else pixels.bytes_each), name="twins.first")
+    keys, counts = np.unique(np.concatenate([each for each, _ in everyone]), return_counts=True)
+    keys, counts = keys[counts > 1], counts[counts > 1]
+    taken = np.cumsum(counts) * max(each for _, each in everyone) <= MOST_TWIN_BYTES
+    digests = {} if pixels is None else digests_in_memory(pixels, ids[np.isin(first, keys[taken])])
+    return digests, int(counts[~taken].sum())
+
+
+def digests_of_streamed(world: World, corpus: Corpus, trained: Ids) -> tuple[Digests, int]:
+    """Return digests of a share of a few training images that are not in memory, and of how many there are some."""
+    source = corpus.train.source
+    if isinstance(source, FileSource):
+        chosen = files_of_equal_size(source, trained)
+        return digests_of_files(source, chosen[world.rank :: world.size]), len(chosen)
+    chosen = evenly(trained, MOST_TRAINED_DECODED)
+    return digests_of_decoded(corpus.train, chosen[world.rank :: world.size]), len(chosen)
 
 
 def doubles_in_memory(world: World, here: tuple[tuple[MemoryPixels, Ids], tuple[MemoryPixels, Ids]] | None) -> Doubles:

@@ -10,7 +10,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
 from hvfreeze.data.images import listed
-from hvfreeze.data.overlap import Overlap
+from hvfreeze.data.overlap import Conflict, Overlap
 from hvfreeze.heads.solution import Solution
 from hvfreeze.inference.card import Card
 from hvfreeze.runs.clock import PhaseClock
@@ -59,6 +59,8 @@ class Job:
     """Of the most frequent class among the training samples; None where their classes are equal."""
     overlap: Overlap | None = None
     """Of evaluated images that are training images too, where there are some."""
+    conflict: Conflict | None = None
+    """Of training images that are the same picture in different classes, where there are some."""
     step: int = 0
     epochs_done: int = 0
     epoch_seconds: dict[str, float] = field(default_factory=dict)

@@ -209,6 +209,8 @@ def conclude(job: Job) -> dict[str, Any]:
     }
     if job.overlap is not None:
         summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
+    if job.conflict is not None:
+        summary["trained_in_two_classes"] = {"found": job.conflict.found, "looked_at": job.conflict.looked_at}
     if job.mirror is not None:
         summary["mirror"] = job.mirror.describe() | {"taken": job.stage_runner.mirror != "off"}
     if job.budget is not None:

@@ -110,7 +110,7 @@ def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("hvfreeze.training.doubles.digests_of_files", counted)
     [note], found = train(folder, tmp_path / "run")
-    tested, trained = read
+    tested, trained, _ = read
     assert len(tested) == 5 and len(trained) < 16
     copies = sum("copy" in path for path in tested)
     assert f"of 5 looked at of 12 images that accuracy is measured on, {copies} " in note
@@ -256,3 +256,63 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
     copied(folder)
     assert train(folder, tmp_path / "copied")[1] == {"found": 1, "looked_at": 9}
     assert len(digested) == 2, "the image and its copy"
+
+
+def conflict(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
+    """The notes on twins in two classes, and what summary.json says of them."""
+    outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
+    assert outcome.returncode == 0, str(outcome)
+    found = json.loads((run / "summary.json").read_text()).get("trained_in_two_classes")
+    return [line for line in outcome.stdout.splitlines() if "have a twin in another class" in line], found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_picture_in_two_training_classes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    if streamed:
+        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    folder = save_noise(tmp_path / "data")
+    assert conflict(folder, tmp_path / "before") == ([], None)
+    shutil.copy(folder / "train" / "b" / "3.webp", folder / "train" / "a" / "another name.webp")
+    shutil.copy(folder / "train" / "b" / "4.webp", folder / "train" / "b" / "in its own class.webp")
+    [note], found = conflict(folder, tmp_path / "run")
+    assert "2 have a twin in another class, such as" in note and "of 18 training images" in note
+    assert f"{folder}/train/a/another name.webp (a) and {folder}/train/b/3.webp (b)" in note
+    assert found is not None and found["found"] == 2 and (found["looked_at"] == 18) == (not streamed)
+
+
+def twice(*, split: str) -> Dataset[Any]:
+    """A data set of ten pictures, of which one is in both classes."""
+    return [(noise(row % 9 if split == "train" else 100 + row), row % 2) for row in range(10)]  # type: ignore[return-value]
+
+
+def test_of_very_many_equal_pictures_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_noise(tmp_path / "data")
+    for number, name in ((1, "a"), (2, "a"), (2, "b"), (3, "b")):
+        shutil.copy(folder / "train" / "b" / f"{number}.webp", folder / "train" / name / "again.webp")
+    monkeypatch.setattr("hvfreeze.training.doubles.MOST_TWIN_BYTES", 0)
+    assert conflict(folder, tmp_path / "run") == ([], None)
+    monkeypatch.setattr("hvfreeze.training.doubles.MOST_TWIN_BYTES", 2**20)
+    assert conflict(folder, tmp_path / "other")[1] == {"found": 2, "looked_at": 18}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_picture_in_two_classes_of_ones_own_data_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    if streamed:
+        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    outcome = call(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 0, str(outcome)
+    [note] = [line for line in outcome.stdout.splitlines() if "twin in another class" in line]
+    assert "of 10 training images, 2 have a twin in another class, such as sample 0 (0) and sample 9 (1)" in note
+
+
+def test_other_pictures_of_equal_first_pixels_are_no_twins() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.integers(0, 256, (200, overlap.PIXELS_LOOKED_AT), dtype=np.uint8)
+    first[7] = first[3]
+    keys = overlap.keys_of(first.view(f"S{overlap.PIXELS_LOOKED_AT}")[:, 0])
+    assert keys[7] == keys[3] and len(np.unique(keys)) == 199
+    assert overlap.twins_in({0: b"x", 1: b"x", 2: b"y", 3: b"x"}, [0, 0, 1, 1]) == [0, 1, 3]

@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -72,7 +71,6 @@ def _torch() -> dict[str, str]:
 
 
 def _torchvision() -> dict[str, str]:
-    warnings.simplefilter("ignore")
     from hvfreeze.torchvision_shim import shim_used, torchvision
 
     return {"version": torchvision.__version__, "shim": "yes" if shim_used() else ""}

@@ -27,7 +27,6 @@ from hvfreeze.runs.files import publish, publishing
 from hvfreeze.runs.reading import SUMMARY, read_config, read_object
 from hvfreeze.runs.record import finite
 from hvfreeze.strategies.base import WholeModel
-from hvfreeze.torch_imports import leave_compiler_out
 from hvfreeze.training.auto import report_of_stages
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
@@ -78,7 +77,6 @@ def run(
     """
     with noticing(signal.SIGUSR1) as came:
         came.extend(asked)
-        leave_compiler_out()
         job = prepare(config, world, started=started, given=given)
         with logging_its_end(job):
             return train_and_conclude(job, came)

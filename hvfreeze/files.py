@@ -10,12 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvfreeze.errors import UsageError
+
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 NOTE_BYTES = 4096
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 """Error numbers of a lock that another process holds."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error numbers of file systems that know no locks, such as Lustre mounted without them."""
+
+
+def cache_folder(name: str, *, way_out: str) -> Path:
+    """Return hvfreeze's folder `name` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache.
+
+    Raises:
+        UsageError: there is neither $XDG_CACHE_HOME nor a home directory, as for a container's user without an entry in
+            /etc/passwd; `way_out` says what to do.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvfreeze" / name
+    except RuntimeError as error:
+        raise UsageError(f"$HOME is not set and user {os.getuid()} has no home directory: {way_out}") from error
 
 
 def open_own(path: Path, flags: int) -> int:

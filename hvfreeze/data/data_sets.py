@@ -24,6 +24,7 @@ from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_o
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.files import cache_folder
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import plural
 
@@ -136,10 +137,12 @@ MOST_CLASSES = 1000
 
 
 def default_directory() -> Path:
-    """Return $HVFREEZE_DATA, or the user's cache directory for data."""
+    """Return $HVFREEZE_DATA, or the user's cache directory for data.
+
+    Raises UsageError where neither is known.
+    """
     named = os.environ.get("HVFREEZE_DATA")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(cache) / "hvfreeze" / "data"
+    return Path(named) if named else cache_folder("data", way_out="name a folder with --data-dir or $HVFREEZE_DATA")
 
 
 def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
@@ -147,7 +150,7 @@ def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
 
     Raises RefusedError where it is absent and cannot be downloaded.
     """
-    root = root_of(directory)
+    root = root_of(name, directory)
     if name in ARCHIVES and not is_folder(root / ARCHIVES[name].folder) and not has_splits(root):
         download(root, ARCHIVES[name])
 
@@ -157,9 +160,14 @@ def has_splits(root: Path) -> bool:
     return is_folder(root) and bool(splits_in(root))
 
 
-def root_of(directory: str | os.PathLike[str] | None) -> Path:
-    """Return the folder that a data set lies in."""
-    return Path(directory) if directory is not None else default_directory()
+def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of a data set; the working directory for data sets that need none.
+
+    Raises UsageError where no folder is named, and none is known.
+    """
+    if directory is not None:
+        return Path(directory)
+    return Path() if name in ("digits", "text") or is_named_code(name) else default_directory()
 
 
 def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | None:
@@ -167,7 +175,7 @@ def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | 
 
     Raises RefusedError where data is missing, unreadable or inconsistent.
     """
-    root = root_of(directory)
+    root = root_of(name, directory)
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
@@ -216,7 +224,7 @@ def open_data(
     if is_named_code(name):
         folder = None if directory is None else os.fspath(directory)
         return _from_own(open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad))
-    root = root_of(directory)
+    root = root_of(name, directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
         train, test = (_from_array(name, *split, read.classes, image_size) for split in (read.train, read.test))

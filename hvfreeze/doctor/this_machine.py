@@ -189,6 +189,17 @@ def check_user(user_id: int, *, allowed: bool) -> CheckResult:
     return CheckResult("user", True, "root, allowed to start ranks" if user_id == 0 else f"id {user_id}")
 
 
+def check_home(home: str) -> CheckResult:
+    """Check that there is a folder for what is kept between runs; `home` is "~" where nobody knows the user's."""
+    if home == "~":
+        remedy = (
+            "set HOME to a folder that this user can write to, or name the folders: --data-dir, $TORCH_HOME for "
+            "--weights DEFAULT, directory= of CachedLoader"
+        )
+        return CheckResult("home directory", True, "none", remedy)
+    return CheckResult("home directory", True, home, "" if os.access(home, os.W_OK) else "this user cannot write there")
+
+
 def _same_mpi(name: str, found: str, *, value: str, horovod: Probe) -> CheckResult:
     expected = horovod.facts.get("mpi", "")
     if expected and found != expected:
@@ -227,6 +238,7 @@ def local_checks() -> list[CheckResult]:
         check_room("disk", shutil.disk_usage(Path.cwd()).free),
         check_room("shared memory", shutil.disk_usage("/dev/shm").free),
         check_user(os.geteuid(), allowed=all(os.environ.get(name) == "1" for name in RUN_AS_ROOT)),
+        check_home(os.path.expanduser("~")),
     ]
 
 

@@ -36,6 +36,7 @@ from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
 from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.files import cache_folder
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.samples import (
@@ -158,18 +159,6 @@ _told: set[Path] = set()
 """Directories that nobody had named, and that a line has."""
 
 
-def default_directory() -> Path:
-    """Return where activations lie that nobody has named a directory for.
-
-    Raises:
-        UsageError: nothing tells where the user's files are.
-    """
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvfreeze" / "activations"
-    except RuntimeError as error:
-        raise UsageError(f"directory must be given: the user's cache directory is not known ({error})") from error
-
-
 def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> Path:
     """Return the directory that a script has given, or rank 0's default, which is told once. Collective."""
     named = world.allgather_object(given is not None, name="loader.named")
@@ -177,7 +166,11 @@ def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> 
         return Path(given)
     if any(named):
         raise UsageError("directory= must be given on all ranks, or on none").on_all_ranks()
-    found = raise_on_all_ranks(world, lambda: default_directory() if world.rank == 0 else Path(), name="loader.default")
+    found = raise_on_all_ranks(
+        world,
+        lambda: cache_folder("activations", way_out="give CachedLoader directory=") if world.rank == 0 else Path(),
+        name="loader.default",
+    )
     common = world.broadcast_object(found, name="loader.directory")
     if told and common not in _told:
         _told.add(common)

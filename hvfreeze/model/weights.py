@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import re
 import warnings
@@ -48,7 +49,7 @@ def read_state(path: str) -> tuple[dict[str, Tensor], list[str]]:
             warnings.simplefilter(
                 "ignore"
             )  # what a strange pickle makes torch say; the error below says it in one line
-            content = load_content(Path(path).expanduser())
+            content = load_content(Path(os.path.expanduser(path)))
     except HvfreezeError:
         raise
     except OSError as error:
@@ -102,7 +103,7 @@ def weights_path(name: str, weights: str) -> Path | None:
     entry = find_entry(name, weights)
     if entry is not None:
         return place_of(entry.url, hashed=True)
-    return place_of(weights) if is_url(weights) else Path(weights).expanduser()
+    return place_of(weights) if is_url(weights) else Path(os.path.expanduser(weights))
 
 
 def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") -> dict[str, Tensor]:

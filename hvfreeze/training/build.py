@@ -114,7 +114,7 @@ def open_corpus(
     raise_on_all_ranks(
         world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
     )
-    root = root_of(data.data_dir).resolve()
+    root = root_of(data.data, data.data_dir).resolve()
 
     def look() -> tuple[Folders | None, str, dict[str, str]]:
         found = list_data(data.data, data.data_dir)

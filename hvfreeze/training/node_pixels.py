@@ -36,7 +36,7 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
     Raises:
         RefusedError: a file is missing, damaged or asks to run code; on all ranks.
     """
-    archive, root = ARCHIVES.get(data.data), root_of(data.data_dir)
+    archive, root = ARCHIVES.get(data.data), root_of(data.data, data.data_dir)
     if archive is None:
         return None, ""
     node = node_of(world, reads=str(root.resolve()))
@@ -83,7 +83,7 @@ def share_pools(
     replicas = corpus.plan.replicas
     if isinstance(corpus.train.source, TextSource) or (replicas == world.size and not corpus.plan.mixes):
         return (None, None), ""
-    node = node_of(world, reads=str(root_of(config.data.data_dir).resolve()))
+    node = node_of(world, reads=str(root_of(config.data.data, config.data.data_dir).resolve()))
     nothing = np.zeros(0, np.int64)
 
     def wanted(samples: Callable[[int], Ids]) -> Callable[[int], Ids]:

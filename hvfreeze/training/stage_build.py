@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -156,7 +157,7 @@ def trained_with(settings: ModelConfig, model: nn.Module) -> Normalisation | Non
         return None
     entry = find_entry(settings.model, settings.weights)
     if entry is None and not is_downloaded(settings.weights):
-        path = Path(settings.weights).expanduser()
+        path = Path(os.path.expanduser(settings.weights))
         with suppress(RefusedError):
             card = read_card(path.with_suffix(".yaml"))
             if card.image is not None and card.sha256 == sha256_of(path):

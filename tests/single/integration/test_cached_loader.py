@@ -17,7 +17,7 @@ import hvfreeze
 from hvfreeze.comm import agreement
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.freezing.freezer import freeze_by_vote
 from hvfreeze.integration import cached_loader as module
@@ -265,17 +265,6 @@ def test_without_a_directory_activations_lie_in_the_users_cache_which_is_told_on
         train("a chain of images", "cached", None, moves={4: 1})
     assert list(there.glob("*.h5")) and there.stat().st_mode & 0o77 == 0
     assert [str(there) in line for line in caplog.messages if "directory= names" in line] == [True]
-
-
-def test_where_the_users_cache_is_not_known_a_directory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", nowhere)
-    with pytest.raises(UsageError, match=r"directory must be given.*home directory"):
-        train("a chain of images", "cached", None, moves={})
 
 
 def test_a_directory_that_cannot_be_used_is_refused_in_a_scripts_own_words(tmp_path: Path) -> None:

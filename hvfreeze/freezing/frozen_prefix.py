@@ -229,7 +229,7 @@ class FrozenPrefix:
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
         """Put frozen parameters back into the optimizer's groups for a moment."""
-        for group, original in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, original in zip(self._optimizer.param_groups, self._groups, strict=False):
             group["params"] = list(original)
         try:
             yield
@@ -287,7 +287,7 @@ class FrozenPrefix:
         """Leave in the optimizer what is not frozen, and drop the state of what is."""
         self._frozen = [parameter for _, parameter in self.trained(0, self.cut)]
         frozen = set(self._frozen)
-        for group, original in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, original in zip(self._optimizer.param_groups, self._groups, strict=False):
             kept = [parameter for parameter in original if self._switched or parameter.requires_grad]
             group["params"] = [parameter for parameter in kept if parameter not in frozen]
         for parameter in frozen:

@@ -47,7 +47,11 @@ from hvfreeze.runs.reading import Move
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 SCALER = "torch.amp.grad_scaler"
 """The module whose `GradScaler.step` calls `step`, after it has looked at the gradients."""
-ADDED_GROUP = "add_param_group() after wrapping: add the group to the optimizer before DistributedOptimizer"
+ADDED_GROUP = (
+    "add_param_group() after wrapping: ranks have agreed on the parameters that they exchange. Give the optimizer all "
+    "groups before DistributedOptimizer, with requires_grad_(False) for parameters that train later. Or add the group "
+    "to the optimizer that you wrapped, and wrap it again: DistributedOptimizer(optimizer, model=model)"
+)
 _made = 0
 """Optimizers of this process so far."""
 _alive: list[weakref.ref[DistributedOptimizer]] = []
@@ -128,7 +132,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: ranks have settled which parameters travel."""
+        """Raise UsageError: all ranks have agreed on the parameters that they exchange."""
         raise UsageError(ADDED_GROUP)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -126,13 +126,45 @@ def test_a_copy_is_refused_with_what_to_keep(duplicate: Callable[[object], objec
         duplicate(optimizer)
 
 
-def test_a_group_that_the_wrapped_optimizer_is_given_is_refused() -> None:
+def test_a_group_that_is_added_after_wrapping_is_refused_with_what_works() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model=model, world=Twin())
+    with pytest.raises(UsageError, match=r"Give the optimizer all groups before.*wrap it again"):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
     inner.add_param_group({"params": list(model[1].parameters())})
-    with pytest.raises(UsageError, match="add the group to the optimizer before"):
+    with pytest.raises(UsageError, match=r"Give the optimizer all groups before.*wrap it again"):
         train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_group_is_added_to_the_wrapped_optimizer_which_is_wrapped_again(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model=model, world=Twin())
+    train(model, optimizer, 1)
+    if frozen:
+        optimizer.freezer.freeze(2)
+    before = model[0].weight.clone()
+    inner.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    again = DistributedOptimizer(inner, model=model, world=Twin())
+    train(model, again, 1)
+    assert [len(group["params"]) for group in again.param_groups] == [4, 2]
+    assert not torch.equal(before, model[0].weight), "the added group trains"
+
+
+def test_a_group_that_trains_later_is_there_from_the_start() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    inner.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    optimizer = DistributedOptimizer(inner, model=model, world=Twin())
+    before = model[0].weight.clone()
+    train(model, optimizer, 1)
+    assert torch.equal(before, model[0].weight)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 1)
+    assert not torch.equal(before, model[0].weight)
 
 
 @pytest.mark.parametrize("beside", [False, True])

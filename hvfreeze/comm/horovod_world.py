@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvfreeze.comm.mpi_environment import (
     CYCLE_TIME,
-    claimed_size,
+    claimed_tasks,
     interrupt_ends_job,
     leave_mpi,
     start_mpi,
@@ -246,19 +246,21 @@ def open_world(*, beside: str = "") -> World:
     Raises:
         UsageError: a launcher started several tasks that cannot talk to each other.
     """
-    tasks = claimed_size(os.environ)
+    tasks, variable = claimed_tasks(os.environ)
     if tasks == 1:
         return SoloWorld()
+    started = f"a launcher started {tasks} tasks (${variable} is {os.environ[variable]})"
     try:
         world = HorovodWorld(beside=beside)
     except ImportError as error:
         raise UsageError(
-            f"a launcher started {tasks} tasks, but Horovod or mpi4py cannot be imported ({error}); "
-            "build Horovod with MPI ('make setup'), or start a single process"
+            f"{started}, but Horovod or mpi4py cannot be imported ({error}): build Horovod with MPI ('make setup') and "
+            f"start them with mpirun; for a single process unset {variable}"
         ) from error
     if world.size < tasks:
         raise UsageError(
-            f"the launcher says {tasks} tasks, but MPI connects {world.size}: they would become separate runs; "
-            "start them with the mpirun of the MPI library that Horovod was built with ('hvfreeze doctor' names it)"
+            f"{started}, but MPI connects {world.size}: they would become separate runs. Start them with mpirun -np "
+            f"{tasks}, of the MPI library that Horovod was built with ('hvfreeze doctor' names it); torchrun and the "
+            f"like start tasks without MPI. For a single process unset {variable}"
         )
     return world

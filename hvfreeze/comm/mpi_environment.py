@@ -21,16 +21,49 @@ ALLREDUCE_RULES = Path(__file__).with_name("openmpi-allreduce.conf")
 SHELLS = ("sh", "dash", "bash", "ash", "busybox")
 
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "HOROVOD_SIZE")
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "HOROVOD_RANK")
+SIZES = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "WORLD_SIZE")
+"""Tasks by launchers that may start them without MPI: srun, jsrun, flux run; torchrun, accelerate and many others."""
+RANKS = (
+    "SLURM_PROCID",
+    "JSM_NAMESPACE_RANK",
+    "FLUX_TASK_RANK",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+)
+NUMBERS = ("PBS_TASKNUM", "LSF_PM_TASKID")
+"""Tasks are counted from 1: pbsdsh, whose job script is the first, and blaunch."""
+
+
+def claimed_tasks(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return how many tasks a launcher says that it started, 1 where there is none, and the variable that says so.
+
+    Where MPI's own launcher has started several, no other counts. A rank's number tells of as many tasks before it.
+    """
+    for names in ((MPI_SIZES, MPI_RANKS, ()), (SIZES, RANKS, NUMBERS)):
+        found = [(_number(environ, name) + more, name) for more, some in zip((0, 1, 0), names) for name in some]
+        tasks, name = max(found, key=lambda claim: claim[0])
+        if tasks > 1:
+            return tasks, name
+    return 1, ""
+
+
 def claimed_size(environ: Mapping[str, str]) -> int:
     """Return the number of tasks that a launcher says it started, 1 where there is none."""
-    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), 1)
+    return claimed_tasks(environ)[0]
 
 
 def claimed_rank(environ: Mapping[str, str]) -> int:
-    """Return this task's number as the launcher tells it, 0 where there is none."""
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID")
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), 0)
+    """Return this task's number as its launcher gives it, 0 where there is none."""
+    return next((int(environ[name]) for name in (*MPI_RANKS, *RANKS) if environ.get(name, "").isdigit()), 0)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    return int(environ[name]) if environ.get(name, "").isdigit() else 0
 
 
 def yield_when_crowded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hvfreeze.comm.cycle_time import advice_on_longer_rest, rest_longer_where_cores_are_full
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
-from hvfreeze.comm.mpi_environment import start_mpi
+from hvfreeze.comm.mpi_environment import claimed_rank, start_mpi
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.errors import HvfreezeError, UsageError
@@ -123,7 +124,13 @@ def script_world(process_set: Any = None, *, rests: bool = True) -> World:
     hvd: Any = sys.modules.get(HOROVOD)
     if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
         return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, rests)
-    world = open_world()
+    try:
+        world = open_world()
+    except HvfreezeError:
+        report_errors(SoloWorld())
+        if claimed_rank(os.environ) > 0:
+            time.sleep(GRACE_SECONDS)  # a launcher ends all tasks with the first, which then has spoken
+        raise
     if isinstance(world, HorovodWorld):
         if rests:
             for line in rest_longer_where_cores_are_full(world, torch.get_num_threads()):

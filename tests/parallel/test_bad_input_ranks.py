@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -106,7 +109,30 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
 def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Path) -> None:
     task = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     outcome = spawn("train", *SMALL, "--run-dir", str(run_dir), env={**task, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    refused(outcome, 2, "the launcher says 4 tasks, but MPI connects 1", "mpirun")
+    refused(outcome, 2, "a launcher started 4 tasks", "but MPI connects 1", "mpirun")
+
+
+@pytest.mark.parametrize("started", ["", "import horovod.torch as hvd; hvd.init()\n"], ids=["not-yet", "by-itself"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_scripts_that_torchrun_starts_do_not_train_alone(started: str, rank: str) -> None:
+    script = (
+        f"{started}import hvfreeze, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))\n"
+        "hvfreeze.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)\n"
+    )
+    task = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **task, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvfreeze: ")]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert len(lines) == 1 and "a launcher started 2 tasks ($WORLD_SIZE is 2), but MPI connects 1" in lines[0]
 
 
 @pytest.mark.standing

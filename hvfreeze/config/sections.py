@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
+
+from typing_extensions import Self
 
 from hvfreeze.config.rules import (
     FITS,
@@ -308,6 +310,12 @@ class FreezeConfig(Section):
         read_by="tuning",
     )
 
+    def __new__(cls, **given: Any) -> Self:
+        """Remember which settings were given, whatever their values."""
+        new = super().__new__(cls)
+        object.__setattr__(new, "_given", frozenset(given))
+        return new
+
     def __post_init__(self) -> None:
         super().__post_init__()
         static = self.freeze == "static"
@@ -326,6 +334,19 @@ class FreezeConfig(Section):
         without = self.auto_without
         rule(self.auto or without == "none", "auto-without", without, "left out unless --freeze is auto")
         parse_parts("auto-without", without, AUTO_PARTS)
+
+    def of_script(self) -> FreezeConfig:
+        """Return these settings with a training script's default: coherence, where only other settings were given.
+
+        Raises:
+            UsageError: they are settings of another criterion, which must then be named.
+        """
+        given: frozenset[str] = vars(self)["_given"]
+        if not given or "freeze" in given:
+            return self
+        other = "given together with freeze='gradient-norm' or 'percentile', whose bound it is"
+        rule("eta_max" not in given, "eta-max", self.eta_max, other)
+        return replace(self, freeze="coherence")
 
     @property
     def votes(self) -> bool:

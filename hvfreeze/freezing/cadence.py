@@ -10,6 +10,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, USABLE_INTERVALS, Evidence, Proposer
 from hvfreeze.runs.reading import Move
+from hvfreeze.wording import plural
 
 
 @dataclass
@@ -75,6 +76,10 @@ class Cadence:
     def last_step(self) -> float:
         """The step with which training ends; infinity where that is not known."""
         return math.inf if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+
+    def described(self) -> str:
+        """Return when votes are held, in words."""
+        return f"a vote every {plural(self.interval, 'step')}, the first after step {self.first_vote}"
 
     def epochs_in(self, steps: float) -> float:
         """Return how many epochs so many steps are; 0 where the length of an epoch is not known."""

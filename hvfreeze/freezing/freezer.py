@@ -197,6 +197,14 @@ class Freezer:
         assert self._coherence is not None
         self._coherence.look(losses)
 
+    def follow_cadence(self, cadence: Cadence) -> None:
+        """Hold votes by another cadence from the coming step on; an interval that is under way begins anew."""
+        self.cadence = cadence
+        if self._coherence is not None:
+            self._coherence.every = gap(cadence.interval)
+        if self.step:
+            self._begin_interval()
+
     def freeze(self, cut: int) -> None:
         """Freeze exactly the first `cut` blocks from now on, without a vote. Collective.
 
@@ -430,6 +438,7 @@ def freeze_by_vote(
     Raises:
         UsageError: the settings do not fit the model or the world, or the model is not divided so.
     """
+    settings = settings.of_script()
     return Freezer(
         in_blocks(model, blocks=blocks, example=example),
         optimizer=optimizer,

@@ -242,8 +242,10 @@ class CachedLoader:
         raise_on_all_ranks(self._world, look, name="loader")
         self._group = ranks_that_share(self._directory, self._world, data=self._data) if store else (0, 1)
         self._seed, self._batch_invariant = seed, True
-        # What an epoch is where the optimizer was not told.
-        self._steps_per_epoch = max(1, -(-len(loader) // self._freezer.reducer.backward_passes_per_step))
+        steps = max(1, -(-len(loader) // self._freezer.reducer.backward_passes_per_step))
+        self._steps_per_epoch = self._world.broadcast_object(steps, name="loader.steps")
+        if isinstance(frozen_by, DistributedOptimizer):
+            frozen_by.follow_epochs(self._steps_per_epoch)
         # Whether the cut has stayed since the last epoch began, and whether it is the one that rows are computed at.
         self._rested = self._follows = False
         self._stored = False

@@ -97,11 +97,13 @@ class FoundBlocks:
             self._why = f"{self.chain.tied[0]} of the first block is the last block's too, which trains to the end"
             self.chain = undivided(model)
 
-    def tell_if_single(self) -> None:
-        """Say that nothing will be frozen where there are no two blocks."""
-        if self._freezes and len(self.chain.blocks) < 2 and not self._waits:
+    def tell_if_single(self) -> bool:
+        """Warn that nothing will be frozen where there are no two blocks; return whether that is so."""
+        single = self._freezes and len(self.chain.blocks) < 2 and not self._waits
+        if single:
             why = self._why or f"{type(self._model).__name__} is a single block, and the last is never frozen"
             tell(self._world, "nothing will be frozen: %s", why, level=logging.WARNING)
+        return single
 
     def settle(self, freezer: Freezer) -> None:
         """Let `freezer` have the blocks that rank 0 has seen in the first forward pass. Collective, in every step."""

@@ -29,6 +29,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen_prefix import give_buffers
 from hvfreeze.freezing.vote import Decision, Voter
 from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
+from hvfreeze.integration.epoch_length import EpochLength
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
     BROADCAST,
@@ -43,6 +44,7 @@ from hvfreeze.integration.script_world import report_errors, script_world, tell
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.runs.reading import Move
+from hvfreeze.wording import plural
 
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 SCALER = "torch.amp.grad_scaler"
@@ -195,14 +197,16 @@ class DistributedOptimizer(OptimizerWrapper):
         sparse_as_dense: as Horovod's: sparse gradients travel dense.
         process_set: as Horovod's: the ranks that exchange gradients and vote. Others train alone, nothing frozen.
         model: any module; it is trained by calling it as ever.
-        steps_per_epoch: optimizer steps in an epoch, equal on all ranks; votes are then held twice an epoch, else
-            every `INTERVAL_STEPS` steps. Criteria that follow a schedule need it.
+        steps_per_epoch: optimizer steps in an epoch, equal on all ranks. By default the length of the DataLoader that
+            the script reads in its first step, on rank 0; without a length, the steps of the first pass. Votes are held
+            twice an epoch; every `INTERVAL_STEPS` steps if nothing is known. Criteria that follow a schedule need it.
         num_epochs: how long training lasts; likewise.
         blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in
             forward order, as NAME,NAME,... or a list.
         example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its
             blocks at once.
-        settings: criterion, guards, weights and quorum of the votes.
+        settings: criterion, guards, weights and quorum of the votes. The criterion is coherence if other settings are
+            given but not `freeze`; `FreezeConfig()` and `freeze="none"` hold no votes.
         voter: this rank's shard, for votes weighted by it.
         world: the ranks; None is all of the job.
 
@@ -254,6 +258,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._stand_for(optimizer)
         self._model, self.world = model, script_world(process_set) if world is None else world
         report_errors(self.world)
+        settings = settings.of_script()
         if process_set is not None and not process_set.included():
             settings = FreezeConfig()
         length = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs}
@@ -289,7 +294,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self.reducer.owner = self
         _alive.append(weakref.ref(self))
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
-        self._blocks.tell_if_single()
+        self._num_epochs = num_epochs
+        self._epoch = EpochLength() if settings.votes and steps_per_epoch is None else None
+        if not self._blocks.tell_if_single():
+            self._tell_plan()
         exchange.tell_if_grouped(self.world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -347,6 +355,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._began = True
             named = [*self._model.named_parameters(), *self._model.named_buffers(), *self.reducer.always]
             begin_alike(self._inner, dict(named), self.world, created=self._created)
+        self._learn_epoch()
         self.reducer.finish()
         self.freezer.prefix.stop_again()
         self._synchronized = True
@@ -392,6 +401,56 @@ class DistributedOptimizer(OptimizerWrapper):
         self._vote(scale=1.0 if scaler is None else float(scaler.get_scale()))
         return result
 
+    def follow_epochs(self, steps: int) -> None:
+        """Hold votes by the length of an epoch, `steps` on all ranks, unless it is known. Not a collective."""
+        if self._epoch is not None:
+            self._epoch = None
+            settings = self.freezer.settings
+            self.freezer.follow_cadence(Cadence.of(settings, steps_per_epoch=steps, num_epochs=self._num_epochs))
+            self._tell_plan()
+
+    def _learn_epoch(self) -> None:
+        """Find out how long an epoch is, while that is not known. Collective."""
+        if self._epoch is None:
+            return
+        found, waits = None, False
+        if self.world.rank == 0:
+            found = self._epoch.learn(self.freezer.step, passes=self.reducer.backward_passes_per_step)
+            waits = self._epoch.waits
+        found, waits = self.world.broadcast_object((found, waits), name="optimizer.epoch")
+        if found is not None:
+            self.follow_epochs(found)
+        elif not waits:
+            self._epoch = None
+            self._tell_plan()
+
+    def _tell_plan(self) -> None:
+        """Log when votes are held, or what else the settings say."""
+        settings, cadence = self.freezer.settings, self.freezer.cadence
+        if settings.freeze == "none":
+            tell(self.world, "nothing will be frozen: settings has freeze 'none'")
+        elif not settings.votes:
+            tell(self.world, "frozen from the start: %s", plural(self.freezer.cut, "block"))
+        elif cadence.steps_per_epoch is not None:
+            epoch = plural(cadence.steps_per_epoch, "step")
+            tell(self.world, "votes by %s: %s; an epoch has %s", settings.freeze, cadence.described(), epoch)
+        elif self._epoch is not None:
+            known = settings.freeze_warmup
+            first = "at the end of the first epoch" if known is None else f"after step {known or cadence.interval}"
+            tell(
+                self.world,
+                "votes by %s: the first %s; the first step shows how long an epoch is",
+                settings.freeze,
+                first,
+            )
+        else:
+            tell(
+                self.world,
+                "votes by %s: %s; the length of an epoch is not known: give steps_per_epoch= for two votes an epoch",
+                settings.freeze,
+                cadence.described(),
+            )
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Expect so many backward passes before each `step` from now on."""
         self.reducer.backward_passes_per_step = passes
@@ -399,7 +458,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def freezer_state_dict(self) -> dict[str, Any]:
         """Return this rank's cut, its history and what it observed since the last vote. Not a collective."""
         state = {"freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
-        return {"rank": self.world.rank, "size": self.world.size, "blocks": self._blocks.description, **state}
+        epoch = self.freezer.cadence.steps_per_epoch
+        where = {"rank": self.world.rank, "size": self.world.size}
+        return {**where, "blocks": self._blocks.description, "steps_per_epoch": epoch, **state}
 
     def load_freezer_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the cut that `freezer_state_dict` found; before or after the model and the optimizer are loaded.
@@ -410,6 +471,8 @@ class DistributedOptimizer(OptimizerWrapper):
         mine = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
         whole = all(self.world.allgather_object(mine, name="freezer.load"))
         frozen = state["freezer"]
+        if state.get("steps_per_epoch") is not None:
+            self.follow_epochs(state["steps_per_epoch"])
         self._blocks.restore(self.freezer, state.get("blocks"))
         self.freezer.prefix.refuse(frozen["cut"])
         self.freezer.load_state_dict(frozen if whole else Freezer.redealt(frozen, restep=lambda step: step))

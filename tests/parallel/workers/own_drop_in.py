@@ -33,8 +33,8 @@ def wrap(model: nn.Module, world: World, **options: Any) -> DistributedOptimizer
 
 
 def said() -> list[str]:
-    """Return the lines since the last call, and forget them."""
-    lines = list(LINES)
+    """Return the lines since the last call, but for those that say when votes are held, and forget them."""
+    lines = [line for line in LINES if not line.startswith("votes by ")]
     LINES.clear()
     return lines
 

@@ -41,8 +41,9 @@ def test_without_logging_the_first_vote_and_every_move_are_lines_on_standard_err
     train()
     lines = capsys.readouterr().err.splitlines()
     # Votes are after 4, 6, 8 and 10 steps; nothing is left to freeze after the second move.
-    assert [line.split(":")[:2] for line in lines] == [["hvfreeze", " step 4"], ["hvfreeze", " step 10"]], lines
-    assert all("frozen:" in line and "quorum 0.5" in line for line in lines)
+    assert "gradient-norm" in lines[0] and "the first after step 4" in lines[1]
+    assert [line.split(":")[:2] for line in lines[2:]] == [["hvfreeze", " step 4"], ["hvfreeze", " step 10"]], lines
+    assert all("frozen:" in line and "quorum 0.5" in line for line in lines[2:])
     assert logger.handlers == [] and logger.level == logging.NOTSET, "the script's logging is its own"
 
 
@@ -59,7 +60,7 @@ def test_the_scripts_own_logging_decides(monkeypatch: pytest.MonkeyPatch, capsys
         train()
     finally:
         logger.setLevel(logging.NOTSET)
-    assert [record.levelno for record in records] == [logging.INFO] * 2
+    assert [record.levelno for record in records] == [logging.INFO] * 4
     assert capsys.readouterr().err == ""
 
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class Script:
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], *, passes: int = 1, **settings: Any) -> None:
         self.model, self.passes = image_model(), passes
         self.inner = make(self.model.parameters())
-        chosen = FreezeConfig(**{**vars(SETTINGS), **settings})
+        chosen = replace(SETTINGS, **settings)
         length = {} if chosen.freeze in ("coherence", "gradient-norm") else {"steps_per_epoch": 10, "num_epochs": 9}
         self.optimizer = DistributedOptimizer(
             self.inner, model=self.model, settings=chosen, world=SoloWorld(), backward_passes_per_step=passes, **length

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hvfreeze.errors import RefusedError, UsageError
@@ -45,7 +47,9 @@ def load_content(path: Path) -> Any:
     # Eight bytes for the length of a header in JSON.
     is_safe = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < LONGEST_HEADER
     if not is_safe and path.suffix != SAFETENSORS:
-        return load_plain(path)
+        # Programs keep their arguments beside the weights. They are attributes with plain values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return load_plain(path)
     try:
         library = importlib.import_module("safetensors.torch")
     except ImportError as error:

@@ -203,11 +203,16 @@ def load_weights(
     absent = bool(layers) and not any(key in fitting for key in of_head)
     head = layers[0] if layers else ""
     other_kind = [key for key in fitting if absent and key.startswith(f"{head}.")]
-    fitting = {key: tensor for key, tensor in fitting.items() if key not in other_kind}
+    elsewhere = _head_elsewhere(fitting, own, head) if absent and not other_kind else []
+    fitting = {key: tensor for key, tensor in fitting.items() if key not in (*other_kind, *elsewhere)}
     if other_kind:
         notes.append(
             f"weights ({source}): head {head} is of another kind there ({_first(other_kind)}) and is left out; it is "
             "initialised"
+        )
+    elif elsewhere:
+        notes.append(
+            f"weights ({source}): the head has another name there ({_first(elsewhere)}); {head} is initialised"
         )
     elif absent:
         notes.append(f"weights ({source}): there is no head {head}; it is initialised")
@@ -221,7 +226,7 @@ def load_weights(
         new = own[of_head[0]].shape[0]
         notes.append(
             f"weights ({source}): head {head} has {new} classes there too and is kept; where these are other classes, "
-            "--reset-head starts it afresh"
+            "or in another order, --reset-head starts it afresh"
         )
     # Files from before BatchNorm counted its batches lack the counters; nothing here uses them.
     spared = set(of_head) if absent else set()
@@ -356,6 +361,15 @@ def _grids(there: int, here: int) -> tuple[int, int, int] | None:
         if old and new and (old**2, new**2) == (there - tokens, here - tokens):
             return tokens, old, new
     return None
+
+
+def _head_elsewhere(state: Mapping[str, Tensor], own: Mapping[str, Tensor], head: str) -> list[str]:
+    """Return the names of a layer that only the weights have, and that takes what the model's head takes."""
+    unknown = [key for key in state if key not in own]
+    layers = {key.rpartition(".")[0] for key in unknown}
+    there, here = (some.get(f"{name}.weight") for some, name in ((state, min(layers, default="")), (own, head)))
+    is_head = there is not None and here is not None and there.dim() > 1 and there.shape[1:] == here.shape[1:]
+    return unknown if len(layers) == 1 and is_head else []
 
 
 def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str) -> bool:

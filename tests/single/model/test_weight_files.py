@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 import sys
@@ -56,6 +57,7 @@ SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
     ),
     "a backbone": (lambda s: under("backbone.", s), ""),
     "two prefixes": (lambda s: under("_orig_mod.module.encoder.", s), ""),
+    "arguments": (lambda s: {"model": s, "args": argparse.Namespace(lr=0.1, model="squeezenet")}, ""),
     "a counter": (lambda s: {**s, "version": 3}, "version are no tensors, and are left out"),
 }
 
@@ -78,6 +80,16 @@ def test_a_head_outside_of_the_backbone_is_the_models(tmp_path: Path) -> None:
     torch.save({**under("backbone.", body), **{name: donor[name] for name in heads}}, file)
     built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
     assert_equal_states(state_of(built.model), donor)
+
+
+def test_a_head_of_another_name_is_left_out_and_told(tmp_path: Path) -> None:
+    file, donor = tmp_path / "weights.pt", state_of(squeezenet(7, seed=1))
+    torch.save({name.replace("classifier.1.", "linear."): tensor for name, tensor in donor.items()}, file)
+    [note] = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32).notes
+    assert "the head has another name there (linear.weight, linear.bias); classifier.1 is initialised" in note
+    torch.save({**{n: t for n, t in donor.items() if "classifier" not in n}, "linear.weight": torch.zeros(7, 9)}, file)
+    with pytest.raises(RefusedError, match=r"not part of the model: linear\.weight"):
+        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
 
 
 @pytest.mark.parametrize(

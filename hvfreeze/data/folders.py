@@ -227,7 +227,13 @@ def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
     if not classes:
         raise RefusedError(f"{root} holds no image ({', '.join(SUFFIXES)}) in its class folders; add images")
     if len(classes) < fewest:
-        raise RefusedError(f"{root} holds one class only ({classes[0]}); training needs at least two class folders")
+        only = classes[0]
+        within = sorted({path.partition("/")[0] for path, *_ in found[only] if "/" in path})
+        hint = f"; where its folders ({first_few(within)}) are the classes, name {root / only} in place of {root}"
+        raise RefusedError(
+            f"{root} holds one class only ({only}); training needs at least two class folders"
+            + (hint if len(within) > 1 else "")
+        )
     refuse_splits(root, {name: [path for path, *_ in found[name]] for name in classes})
     images = [(f"{name}/{path}", size, time) for name in classes for path, size, time in found[name]]
     images.sort(key=lambda image: os.fsencode(image[0]))

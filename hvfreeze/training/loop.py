@@ -216,6 +216,7 @@ def epoch_line(job: Job, epoch: int, *, trained: Scores, tested: Scores, report:
         "cut": job.stage_runner.cut,
         "train_loss": train_loss,
         "train_accuracy": train_accuracy,
+        **train_balance(job),
         "test_loss": loss,
         "test_accuracy": accuracy,
         **balance_of(tested),
@@ -232,6 +233,11 @@ def epoch_line(job: Job, epoch: int, *, trained: Scores, tested: Scores, report:
         line |= {f"train_{name}": value for name, value in per_character(train_loss).items()}
         line |= {f"test_{name}": value for name, value in ({} if loss is None else per_character(loss)).items()}
     return line | own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
+
+
+def train_balance(job: Job) -> dict[str, float]:
+    """Return what the record says beside an accuracy on training samples; nothing where their classes are equal."""
+    return {} if job.majority_share is None else {"train_majority_share": job.majority_share}
 
 
 def tell_epoch(job: Job, line: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from hvfreeze.training.checkpoint import directory_of, restore, save
 from hvfreeze.training.checkpoint_file import newest
 from hvfreeze.training.evaluation import balance_of, by_model, mean
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import own_part, train_stages
+from hvfreeze.training.loop import own_part, train_balance, train_stages
 from hvfreeze.training.progress import Curves, Progress
 from hvfreeze.wording import plural
 
@@ -190,6 +190,7 @@ def conclude(job: Job) -> dict[str, Any]:
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
         **balance_of(job.last_scores),
+        **train_balance(job),
         "epochs": job.epochs_done,
         "steps": job.step,
         "world_size": job.world.size,

@@ -267,6 +267,15 @@ def test_folders_with_the_same_folders_in_them_are_no_classes(tmp_path: Path, wh
     assert scan(tmp_path / where).classes == ("one", "other"), "a class may be sorted"
 
 
+def test_a_folder_around_the_classes_is_told(tmp_path: Path) -> None:
+    for name in ("archive/cat", "archive/dog"):
+        write_image(tmp_path / name / "1.png")
+    with pytest.raises(
+        RefusedError, match=r"one class only \(archive\).*\(cat, dog\) are the classes, name .*/archive in"
+    ):
+        find_splits(tmp_path)
+
+
 def test_one_folder_in_each_class_is_no_sign_of_splits(tmp_path: Path) -> None:
     for name in ("cat/images", "dog/images"):
         write_image(tmp_path / name / "1.png")

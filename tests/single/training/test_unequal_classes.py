@@ -80,6 +80,7 @@ def test_files_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     place = run[0]
     for text in ((place / "summary.json").read_text(), (place / "metrics.jsonl").read_text().splitlines()[-1]):
         found = json.loads(text)
+        assert found["train_majority_share"] == pytest.approx(18 / 22)
         assert found["test_majority_share"] == 0.9 and 0 <= found["test_balanced_accuracy"] <= 1
     card = yaml.safe_load((place / "model.yaml").read_text())
     assert card["majority_share"] == 0.9 and card["accuracy"] in (
@@ -113,7 +114,8 @@ def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
         outcome
     )
     for name in ("summary.json", "metrics.jsonl"):
-        assert "balanced" not in (tmp_path / "run" / name).read_text()
+        text = (tmp_path / "run" / name).read_text()
+        assert "balanced" not in text and "majority" not in text
     assert "balanced" not in call("evaluate", str(tmp_path / "run")).stdout
     assert "majority" not in call("runs", str(tmp_path)).stdout
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 UNEQUAL = 1.5
-"""The most frequent class has more than so many times the samples of the rarest, which may have none."""
+"""The most frequent class has so many times the samples of the rarest, or more; that may have none."""
 
 
 def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
@@ -17,7 +17,7 @@ def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
     `counts` are each class's samples. An answer that is always that class is right as often as its share.
     """
     samples = np.asarray(counts, dtype=np.int64)
-    if not samples.sum() or samples.max() <= UNEQUAL * samples.min():
+    if not samples.sum() or samples.max() < UNEQUAL * samples.min():
         return None
     largest = int(samples.argmax())
     return largest, float(samples[largest] / samples.sum())

@@ -79,7 +79,7 @@ def all_loaded(*loads: Callable[[], T]) -> list[T]:
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TURNED, TRANSPARENT, FRAMES, SCALED, COARSE = ODD = (
     "images are turned as their EXIF orientation says",
-    "images have transparent parts, which show the colour --background",
+    "images have transparent parts, which are filled with the --background colour",
     "images have several frames or pages, of which the first is read",
     "images are grey of 16 bits and use fewer: each is scaled by those that it uses",
     "images have 16 bits a channel, of which the upper 8 are read: convert those that use fewer than 16 to 8",

@@ -22,9 +22,10 @@ FLAGS = "--model shufflenet_v2_x0_5 --data imagefolder --batch-size 8 --threads 
     ("counts", "found"),
     [
         ([9, 1], (0, 0.9)),
-        ([3, 2], None),
+        ([6, 4], (0, 0.6)),
+        ([59, 41], None),
         ([2, 3, 5], (2, 0.5)),
-        ([10, 10, 15], None),
+        ([10, 10, 14], None),
         ([4, 0], (0, 1.0)),
         ([0, 0], None),
         ([7], None),

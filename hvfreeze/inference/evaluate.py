@@ -150,8 +150,9 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
     (_, height, width), wanted = image_set.image_shape, applied.preparation
     labels = image_set.labels[torch.from_numpy(ids)]
     classes = image_set.classes
-    if is_named_code(data.data) and set(classes) < set(applied.classes):
-        # Models of before have classes for numbers that no label has.
+    now, then = ({meant_by(name) for name in names} for names in (classes, applied.classes))
+    # Names of a copied folder may be encoded otherwise, and models of before have classes that no label has.
+    if now == then or (is_named_code(data.data) and now < then):
         labels, classes = labels_for(applied, labels, classes, str), applied.classes
     if classes != applied.classes or (height, width) != (wanted.height, wanted.width):
         raise RefusedError(

@@ -25,7 +25,7 @@ from hvfreeze.inference.evaluate import (
     samples_in,
     write_result,
 )
-from tests.program import call
+from tests.program import call, save_photos
 from tests.single.data.test_cifar import CLASSES as CIFAR_CLASSES
 from tests.single.data.test_cifar import write_cifar10
 from tests.single.inference.conftest import CLASSES, Finished, train
@@ -238,3 +238,18 @@ def test_each_of_several_models_is_applied_by_its_name(finished: Finished, tmp_p
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     outcome = call("evaluate", str(run), "--model-name", "model-head0")
     assert outcome.returncode == 3 and "labels from a table (labels.csv)" in outcome.stderr, str(outcome)
+
+
+def test_a_copy_whose_names_are_encoded_otherwise_is_the_runs_data(tmp_path: Path) -> None:
+    composed, decomposed = "\u00e9t\u00e9", "e\u0301te\u0301"
+    folder, run = save_photos(tmp_path / "photos"), tmp_path / "run"
+    for part in ("train", "test"):
+        (folder / part / "a").rename(folder / part / composed)
+        (folder / part / "b").rename(folder / part / "z")
+    flags = "--model shufflenet_v2_x0_5 --data imagefolder --batch-size 8 --epochs 1 --threads 1"
+    outcome = call("train", *flags.split(), "--data-dir", str(folder), "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    for part in ("train", "test"):
+        (folder / part / composed).rename(folder / part / decomposed)
+    assert hvfreeze.load_model(run).classes == ("z", composed), "which is another order than that of the folders now"
+    assert "as the run reported" in call("evaluate", str(run)).stdout

@@ -177,17 +177,14 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Te
     return names
 
 
-def called_by(module: str) -> FrameType | None:
-    """Return the call of a function of `module` that called the optimizer's `step`; a scheduler may stand in between.
-
-    None where no such function did.
-    """
+def is_broadcast() -> bool:
+    """Return True if `hvd.broadcast_optimizer_state` called the optimizer; a scheduler may stand in between."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(CALLS_BETWEEN):
-        if frame is None or frame.f_globals.get("__name__") == module:
-            return frame
+        if frame is None or frame.f_globals.get("__name__") == BROADCAST:
+            return frame is not None
         frame = frame.f_back
-    return None
+    return False
 
 
 def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:

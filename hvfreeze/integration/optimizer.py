@@ -32,23 +32,20 @@ from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.epoch_length import EpochLength
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
-    BROADCAST,
     ExchangeArguments,
     begin_alike,
-    called_by,
     check_arguments,
     create_state,
+    is_broadcast,
     names_of,
 )
+from hvfreeze.integration.loss_scale import LossScale, step_scaled
 from hvfreeze.integration.script_world import report_errors, script_world, tell
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.runs.reading import Move
 from hvfreeze.wording import plural
 
-SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
-SCALER = "torch.amp.grad_scaler"
-"""The module whose `GradScaler.step` calls `step`, after it has looked at the gradients."""
 ADDED_GROUP = (
     "add_param_group() after wrapping: ranks have agreed on the parameters that they exchange. Give the optimizer all "
     "groups before DistributedOptimizer, with requires_grad_(False) for parameters that train later. Or add the group "
@@ -101,23 +98,9 @@ def outcome(decision: Decision, chain: Chain) -> str:
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """Has the groups, state and state_dict of the optimizer that it stands for; that of frozen parameters is gone."""
+    """An optimizer with the groups, state and state_dict of the one that it wraps; frozen parameters have no state."""
 
     freezer: Freezer
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; what `GradScaler` has for a fused step is set where that step looks for it."""
-        if name in SCALER_ATTRIBUTES:
-            setattr(self._inner, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute from where it was set."""
-        if name in SCALER_ATTRIBUTES:
-            delattr(self._inner, name)
-        else:
-            super().__delattr__(name)
 
     def _stand_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin; in place of `Optimizer.__init__`, which would make groups of its own."""
@@ -161,11 +144,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The wrapped optimizer's, as with Horovod's, for those that ask with `isinstance`; this one's counts too."""
-        return type(self._inner)
-
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r})"
 
@@ -173,8 +151,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps any torch optimizer: averages gradients over ranks, and freezes and thaws front blocks by vote.
 
-    It is the wrapped optimizer to schedulers and everybody else: the same groups, state and state_dict. With one
-    process it is plain PyTorch, bit for bit, until a block is frozen.
+    It has the wrapped optimizer's groups, state, state_dict and methods. With one process it is plain PyTorch, bit for
+    bit, until a block is frozen.
 
     Rank 0 tells by the logger `hvfreeze` of the first vote and of each that moves the cut, of all others at level
     DEBUG; in lines on standard error where the script has configured no logging.
@@ -219,6 +197,8 @@ class DistributedOptimizer(OptimizerWrapper):
         ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
     """
 
+    _step_supports_amp_scaling = True
+    """PyTorch's protocol: `GradScaler.step` sets `grad_scale` and `found_inf` before it calls `step`."""
     _synchronized = False
     """Whether this step's gradients are averages already."""
     _skips = False
@@ -292,6 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
         self.reducer = self.freezer.reducer
         self.reducer.owner = self
+        self._loss_scale = LossScale(optimizer)
         _alive.append(weakref.ref(self))
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._num_epochs = num_epochs
@@ -310,7 +291,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
-        if self._inner.state and called_by(BROADCAST):
+        if self._inner.state and is_broadcast():
             # Ranks that have loaded none create all of it, and blocks that were frozen when it was saved have none.
             self._create_state()
         return super().state_dict()
@@ -326,6 +307,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self.freezer.cut:
             self.freezer.prefix.move(Move(0, self.freezer.step, 0))
         self.reducer.release()
+        self._loss_scale.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; in any place but between a backward pass and `synchronize` or `step`.
@@ -357,6 +339,8 @@ class DistributedOptimizer(OptimizerWrapper):
             begin_alike(self._inner, dict(named), self.world, created=self._created)
         self._learn_epoch()
         self.reducer.finish()
+        if self.world.size > 1:
+            self._loss_scale.note()
         self.freezer.prefix.stop_again()
         self._synchronized = True
 
@@ -387,18 +371,26 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
         """
-        if not self.reducer.exchanging and called_by(BROADCAST):
+        if not self.reducer.exchanging and is_broadcast():
             self._create_state()
             return None
-        caller = called_by(SCALER)
-        scaler = None if caller is None else caller.f_locals["self"]
-        if closure is None:
-            self._average(scaled=scaler is not None and scaler.is_enabled())
+        result: Any = None
+        scale = 1.0
+        found_inf, grad_scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
+        if closure is not None:
+            result = self._inner.step(lambda: self._averaged(closure))
+        elif found_inf is None:
+            self._average()
             result = self._inner.step()
         else:
-            result = self._inner.step(lambda: self._averaged(closure))
+            self._average(scaled=True)
+            self._synchronized = False
+            if found_inf:
+                return None
+            scale = self._loss_scale.given(grad_scale)
+            result = step_scaled(self._inner, grad_scale=grad_scale, found_inf=found_inf)
         self._synchronized = False
-        self._vote(scale=1.0 if scaler is None else float(scaler.get_scale()))
+        self._vote(scale=scale)
         return result
 
     def follow_epochs(self, steps: int) -> None:

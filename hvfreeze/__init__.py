@@ -24,7 +24,7 @@ _PUBLIC = {
     "train": "training.run",
 }
 _EARLIER = {
-    "BatchActivations": "integration.cached_loader.BatchActivations",
+    "BatchActivations": "integration.batch_activations.BatchActivations",
     "Cadence": "freezing.cadence.Cadence",
     "Chain": "model.blocks.Chain",
     "Freezer": "freezing.freezer.Freezer",

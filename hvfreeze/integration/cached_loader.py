@@ -20,14 +20,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
@@ -38,6 +37,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.integration.batch_activations import BatchActivations
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.samples import (
     Ids,
@@ -53,21 +53,6 @@ from hvfreeze.integration.split_forward import halves_of
 from hvfreeze.integration.split_model import Halves, autocast
 from hvfreeze.model.traced import Inputs, call
 from hvfreeze.prefix.operations import operations_digest
-
-
-@dataclass(frozen=True)
-class BatchActivations:
-    """What the blocks before a cut gave for a batch.
-
-    Attributes:
-        cut: number of blocks; 0 stands for the inputs themselves.
-        tensor: their output, (B, ...); None at cut 0.
-        inputs: of the model, at cut 0; behind it, the tensors among them that the suffix looks at.
-    """
-
-    cut: int
-    tensor: Tensor | None
-    inputs: Any
 
 
 class Passes:
@@ -155,6 +140,10 @@ def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int,
 
 
 WAY_OUT = "give another with directory="
+BATCHWISE = (
+    "blocks up to {} compute a sample's output from its neighbours in the batch too, as a BatchNorm without running "
+    "statistics does; freeze fewer blocks, or give such layers running statistics"
+)
 _told: set[Path] = set()
 """Directories that nobody had named, and that a line has."""
 
@@ -262,7 +251,11 @@ class CachedLoader:
         settled = self._freezer.cut > 0 and (self._rested or math.isinf(self._freezer.epochs_until_move()))
         self._rested = True
         if self._store and settled:
-            raise_on_all_ranks(self._world, lambda: check_unchanged(self._samples, self._data), name="loader.unchanged")
+            raise_on_all_ranks(
+                self._world,
+                lambda: check_unchanged(self._samples, self._data, seed=self._freezer.step),
+                name="loader.unchanged",
+            )
         if self._store and settled and not (self._stored and self._follows):
             self._begin()
         elif batches and not self._follows:
@@ -276,23 +269,23 @@ class CachedLoader:
 
     def suffix(self, activations: BatchActivations) -> Any:
         """Return what the model gives for a batch; gradients reach what is behind its cut."""
-        if activations.tensor is None:
-            return call(self._chain.model, activations.inputs)
-        return self._halves.after(activations.tensor, activations.inputs, activations.cut)
+        if not isinstance(activations, BatchActivations):
+            kind = type(activations).__name__
+            raise UsageError(f"suffix() takes what a CachedLoader gives for a batch, or part of it, not a {kind}")
+        rows, inputs = activations.for_suffix()
+        if rows is None:
+            return call(self._chain.model, inputs)
+        return self._halves.after(rows, inputs, activations.cut)
 
     def close(self) -> None:
         """Let go of all files; what is stored stays for later runs."""
         self._activations.close()
 
-    @property
-    def sampler(self) -> Any:
-        """The loader's, for `sampler.set_epoch`."""
-        return self.loader.sampler
-
-    @property
-    def dataset(self) -> Any:
-        """The loader's, of which scripts show the length."""
-        return self.loader.dataset
+    def __getattr__(self, name: str) -> Any:
+        """Return the loader's own attribute: `dataset`, `batch_size`, `sampler` for `set_epoch`, and others."""
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     @property
     def rows_read(self) -> int:
@@ -309,16 +302,17 @@ class CachedLoader:
         if self._freezer.looking:
             # Its backward pass is to reach the frozen blocks.
             inputs, labels = self._passes.read(ids, views)
-            return BatchActivations(0, None, inputs), labels
+            return BatchActivations.of(0, None, inputs, count=len(ids)), labels
         if self._needs_no_samples(ids, views):
             labels = self._passes.labels.get(ids, views)
         else:
             inputs, labels = self._passes.read(ids, views)
         if self._passes.whole:
-            return BatchActivations(0, None, inputs), labels
+            return BatchActivations.of(0, None, inputs, count=len(ids)), labels
         kept = self._passes.inputs.get(ids, views) if inputs is None else self._halves.kept(inputs)
         self._passes.expect(ids, views, inputs)
-        return BatchActivations(self._activations.cut, self._activations.get(ids, views), kept), labels
+        rows = self._activations.get(ids, views)
+        return BatchActivations.of(self._activations.cut, rows, kept, count=len(ids)), labels
 
     def _needs_no_samples(self, ids: Ids, views: Ids) -> bool:
         """Tell whether a batch can be had without reading its samples."""
@@ -423,7 +417,25 @@ class CachedLoader:
                 self._halves.check(inputs, cut)
         except UsageError as error:
             return str(error)
-        return ""
+        return "" if self._rows_are_their_own(cut, inputs) else BATCHWISE.format(self._chain.blocks[cut - 1].name)
+
+    def _rows_are_their_own(self, cut: int, inputs: Inputs) -> bool:
+        """Tell whether the first `cut` blocks compute half of a batch alike where the other half is another."""
+        rows = self._samples.batch_rows
+        half = rows // 2
+        if not half:
+            return True
+        order = torch.cat([torch.arange(half), torch.arange(rows - half) % half])
+
+        def other_half(leaf: Any) -> Any:
+            whole = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows
+            return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if whole else leaf
+
+        first = self._passes.run(inputs, 0, cut)
+        other = self._passes.run(tree_map(other_half, inputs), 0, cut)
+        return torch.allclose(
+            first[:half].double(), other[:half].double(), rtol=1e-2, atol=1e-2 * float(first.abs().max())
+        )
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
         """Return what must match before rows at `cut` may be used; of the inputs, types, shapes and strides count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import os
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hvfreeze.cache.fingerprint import JSON, canonical, digest_tensors
+from hvfreeze.cache.fingerprint import JSON, bytes_of, canonical, digest_tensors
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import UsageError
 from hvfreeze.model.traced import Inputs
@@ -123,10 +124,19 @@ class Samples:
             if self._reading is not None and self._expected and self._expected[0] == wanted:
                 self._expected.pop(0)
                 batch = next(self._reading)
-            else:
-                batch = self.loader.collate_fn([self._numbered[pair] for pair in wanted])
-            inputs, labels = self._split(batch)
-            return _plain(inputs), _plain(labels)
+                inputs, labels = self._split(batch)
+                return _plain(inputs), _plain(labels)
+            return self.assemble([self._numbered[pair] for pair in wanted])
+
+    def read(self, ids: Ids, view: int, *, seed: int) -> list[Any]:
+        """Return these samples as the data set gives them; what they draw at random follows from `seed`."""
+        with own_draws(seed):
+            return [self._numbered[sample, view] for sample in ids.tolist()]
+
+    def assemble(self, samples: list[Any]) -> tuple[Inputs, Any]:
+        """Return the inputs and the rest of a batch of these samples."""
+        inputs, labels = self._split(self.loader.collate_fn(samples))
+        return _plain(inputs), _plain(labels)
 
 
 def _plain(value: Any) -> Any:
@@ -210,6 +220,20 @@ class Remembered:
 
 
 SAMPLES_SHOWN = 16
+LOOKS = 64
+"""Batches in other orders and with other draws by which it is found out whether a row depends on its sample alone: what
+happens to every tenth batch escapes once in 850 times, and to every second one never."""
+DRAWS = 3
+"""Times that each of 32 samples is read: what happens to every tenth sample escapes once in 20 000 times."""
+
+BATCHWISE = (
+    "the loader's collate_fn (or split=) makes a sample's row from its neighbours in the batch, or draws at random: "
+    "activations cannot be cached by sample. Draw and pad in the data set, and mix what CachedLoader gives, as in "
+    "rows, labels = v2.MixUp(num_classes=N)(rows, labels)"
+)
+DRAWN = "the data set gives another sample when it is asked for the same one again, and activations cannot be cached: "
+WITHOUT_VIEWS = "give views=K, and its random draws become K fixed views of each sample"
+WITH_VIEWS = "views fix what it draws from torch, numpy and random themselves, but not from generators of its own"
 
 
 def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
@@ -221,25 +245,47 @@ def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
             files that these name.
 
     Raises:
-        UsageError: the data set gives another sample when it is asked for the same one again.
+        UsageError: a row does not depend on its sample alone.
     """
     described: JSON = name if name is not None else description_of(samples.loader.dataset)
-    first, again = (_look(samples, seed=seed) for seed in (1, 2))
-    if first != again:
-        raise UsageError(
-            "the data set gives another sample when it is asked for the same one again, so that its activations cannot "
-            "be cached: give views=K, and its random draws become K fixed views of each sample"
-        )
-    return {"size": len(samples), "described": described, "samples": first}
+    check_rows(samples)
+    return {"size": len(samples), "described": described, "samples": _look(samples, seed=1)}
 
 
-def check_unchanged(samples: Samples, identity: Mapping[str, JSON]) -> None:
-    """Look again at a few samples of the data set, whose `data_identity` was `identity`.
+def check_rows(samples: Samples) -> None:
+    """Check that rows depend on their samples alone: not on neighbours in the batch, nor on random draws.
+
+    Raises:
+        UsageError: some do.
+    """
+    size = min(samples.batch_rows, SAMPLES_SHOWN)
+    pool = evenly(np.arange(len(samples)), 2 * size)
+    rng = np.random.default_rng(0)
+    for view in range(min(samples.num_views, 2)):
+        read = [samples.read(pool, view, seed=seed) for seed in range(DRAWS)]
+        known: dict[int, list[Tensor]] = {}
+        for look in range(LOOKS):
+            order = rng.permutation(len(pool))[:size]
+            with own_draws(look):
+                batch = samples.assemble([_copy_of(read[0][place]) for place in order])
+            for row, place in enumerate(order.tolist()):
+                mine = _row_of(batch, row, size=len(order))
+                if not _same(known.setdefault(place, mine), mine):
+                    raise UsageError(BATCHWISE)
+        for again in read[1:]:
+            for first in range(0, len(pool), size):
+                pair = [samples.assemble(of[first : first + size]) for of in (read[0], again)]
+                if _digest(pair[0]) != _digest(pair[1]):
+                    raise UsageError(DRAWN + (WITH_VIEWS if samples.num_views > 1 else WITHOUT_VIEWS))
+
+
+def check_unchanged(samples: Samples, identity: Mapping[str, JSON], *, seed: int) -> None:
+    """Look again at a few samples of the data set, whose `data_identity` was `identity`, with draws by `seed`.
 
     Raises:
         UsageError: they are others now, as where a script tells its data set of each epoch.
     """
-    if len(samples) != identity["size"] or _look(samples, seed=1) != identity["samples"]:
+    if len(samples) != identity["size"] or _look(samples, seed=seed) != identity["samples"]:
         raise UsageError(
             "the data set gives other samples than when its CachedLoader was made, so that activations that are kept "
             "are not theirs: give store=False, or make another CachedLoader once it has changed"
@@ -287,3 +333,21 @@ def _look(samples: Samples, *, seed: int) -> str:
 def _digest(batch: Any) -> str:
     leaves = [leaf for part in batch for leaf in tree_leaves(part)]
     return digest_tensors([(str(i), leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+
+
+def _copy_of(sample: Any) -> Any:
+    """Return a copy, because a collate_fn may change what it is given; the same where it cannot be copied."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # the user's objects may fail in any way
+        return sample
+
+
+def _row_of(batch: Any, row: int, *, size: int) -> list[Tensor]:
+    """Return one row of each tensor of a batch, as bytes."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [bytes_of(leaf[row].contiguous()) for leaf in leaves if leaf.dim() and len(leaf) == size]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))

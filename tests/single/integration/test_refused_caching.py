@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
@@ -69,6 +71,155 @@ def test_random_draws_are_refused_without_views_and_fixed_with_them(tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[2], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[3], strict=True))
     assert not torch.equal(seen[0][0], seen[1][0])
+    cached.close()
+
+
+def mean_of_neighbours(batch: list[Any]) -> Any:
+    x, y = default_collate(batch)
+    return (x + x.roll(1, 0)) / 2, y
+
+
+def mixed_now_and_then(share: float, kind: str) -> Callable[[list[Any]], Any]:
+    """Return a collate_fn that mixes this share of the batches, by the random numbers of a library."""
+    own = np.random.default_rng(0)
+    draws = {
+        "torch": lambda: float(torch.rand(())),
+        "numpy": np.random.rand,
+        "python": random.random,
+        "own": own.random,
+    }
+
+    def collate(batch: list[Any]) -> Any:
+        x, y = default_collate(batch)
+        return (0.5 * x + 0.5 * x.flip(0) if draws[kind]() < share else x), y
+
+    return collate
+
+
+def masked_at_random(batch: list[Any]) -> Any:
+    """As a collator for masked language models: it mixes nothing."""
+    x, y = default_collate(batch)
+    return x * (torch.rand(x.shape[0], 1, 1, 1) > 0.15), y
+
+
+def every_tenth() -> Callable[[list[Any]], Any]:
+    calls = itertools.count(1)
+
+    def collate(batch: list[Any]) -> Any:
+        x, y = default_collate(batch)
+        return (x.flip(0) if next(calls) % 10 == 0 else x), y
+
+    return collate
+
+
+def labels_smoothed(batch: list[Any]) -> Any:
+    x, y = default_collate(batch)
+    return x, nn.functional.one_hot(y, 3).float().lerp(nn.functional.one_hot(y, 3).float().mean(0), 0.1)
+
+
+def normalized_by_batch(batch: list[Any]) -> Any:
+    x, y = default_collate(batch)
+    return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True), y
+
+
+BATCHWISE: dict[str, Callable[[], Callable[[list[Any]], Any]]] = {
+    "always": lambda: mean_of_neighbours,
+    **{f"half by {kind}": partial(mixed_now_and_then, 0.5, kind) for kind in ("torch", "numpy", "python", "own")},
+    "a fifth": lambda: mixed_now_and_then(0.2, "torch"),
+    "masks": lambda: masked_at_random,
+    "every tenth": every_tenth,
+    "labels": lambda: labels_smoothed,
+    "normalized": lambda: normalized_by_batch,
+}
+
+
+@pytest.mark.parametrize("views", [1, 2])
+@pytest.mark.parametrize("name", BATCHWISE)
+def test_what_acts_on_batches_is_refused_with_what_to_do(name: str, views: int, tmp_path: Path) -> None:
+    loader = DataLoader(images(), batch_size=ROWS, shuffle=True, collate_fn=BATCHWISE[name]())
+    with pytest.raises(
+        UsageError, match=r"collate_fn.*neighbours.*mix what CachedLoader gives, as in rows, labels = v2"
+    ):
+        hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path, views=views)
+
+
+class Lengths(Dataset[Any]):
+    """Texts of several lengths, which a collate_fn pads to the longest of a batch."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(2 + index % 5), index % 3
+
+
+def test_what_is_padded_to_the_longest_of_a_batch_is_refused(tmp_path: Path) -> None:
+    def padded(batch: list[Any]) -> Any:
+        return nn.utils.rnn.pad_sequence([x for x, _ in batch], True), torch.tensor([y for _, y in batch])
+
+    with pytest.raises(UsageError, match=r"draw and pad in the data set|Draw and pad in the data set"):
+        hvfreeze.CachedLoader(DataLoader(Lengths(), ROWS, collate_fn=padded), still(image_model()), directory=tmp_path)
+
+
+class Now(Dataset[Any]):
+    """Draws for a part of the samples, from a generator of a library or of its own."""
+
+    def __init__(self, share: float, *, own: bool = False) -> None:
+        self.share, self.own = share, np.random.default_rng(0) if own else None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = self.own.random() if self.own is not None else float(torch.rand(()))
+        return torch.full((3, 8, 8), float(index)) * (-1.0 if drawn < self.share else 1.0), index % 3
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_draws_for_a_part_of_the_samples_are_found(share: float, tmp_path: Path) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with pytest.raises(UsageError, match=r"gives another sample.*give views=K"):
+            hvfreeze.CachedLoader(DataLoader(Now(share), ROWS * 4), still(image_model()), directory=tmp_path)
+        hvfreeze.CachedLoader(DataLoader(Now(share), ROWS * 4), still(image_model()), directory=tmp_path, views=2)
+
+
+def test_views_do_not_fix_draws_of_a_generator_of_the_data_sets_own(tmp_path: Path) -> None:
+    loader = DataLoader(Now(0.5, own=True), batch_size=ROWS * 4)
+    with pytest.raises(UsageError, match=r"gives another sample.*not from generators of its own"):
+        hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path, views=2)
+
+
+def test_draws_that_begin_later_are_found_at_the_start_of_an_epoch(tmp_path: Path) -> None:
+    data = Now(0.0)
+    cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=ROWS * 4), still(image_model()), directory=tmp_path)
+    for _ in cached:
+        cached._freezer.after_step(0.0)
+    data.share = 0.5
+    with pytest.raises(UsageError, match=r"gives other samples than when its CachedLoader was made"):
+        next(iter(cached))
+    cached.close()
+
+
+@pytest.mark.parametrize("layer", ["batch statistics", "mixed"])
+def test_blocks_that_look_at_neighbours_are_not_cached(
+    layer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.7 * x + 0.3 * x.flip(0)
+
+    torch.manual_seed(0)
+    looks = nn.BatchNorm2d(6, track_running_stats=False) if layer == "batch statistics" else Mixing()
+    first = nn.Sequential(nn.Conv2d(3, 6, 3), looks)
+    model = nn.Sequential(first, nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(96, 3))
+    cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), still(model), directory=tmp_path)
+    for _ in range(2):
+        for number, (rows, _) in enumerate(cached):
+            pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
+            assert torch.equal(cached.suffix(rows), model(pixels))
+    assert "nothing is cached at this cut: blocks up to 0 compute a sample's output from its neighbours" in caplog.text
+    assert cached.rows_read == 0
     cached.close()
 
 

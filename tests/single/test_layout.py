@@ -69,9 +69,13 @@ OWNERS = {
         "hvfreeze/config/flags.py",
         "hvfreeze/cli.py",
         "hvfreeze/doctor/libraries.py",
+        "hvfreeze/model/weight_files.py",
     },
 }
-"""Who may import a library; the doctor asks each in a process of its own what version it is."""
+"""Who may import a library; the doctor asks each in a process of its own what version it is.
+
+Files of weights may hold the arguments of the program that trained them.
+"""
 
 STANDS_ON = {"local_sgd": "data_parallel", "subnets": "data_parallel", "rounds": "data_parallel"}
 """A strategy, or what several share -> the one that it is made of."""

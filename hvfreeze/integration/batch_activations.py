@@ -162,6 +162,7 @@ class BatchActivations(Tensor):
         ]
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -178,7 +179,8 @@ class BatchActivations(Tensor):
             rows = {key: leaf.as_subclass(Tensor) for key, leaf in tracked.items()}
             examples = {key: leaf._example_now() for key, leaf in tracked.items()} if func in WRITING else {}
             result = _call(func, given, rows)
-            if func not in WRITING and not _holds_tensors(result):
+            reads = getattr(func, "__name__", "") == "__get__" and func != DATA  # such as `_base`
+            if func not in WRITING and (reads or not _holds_tensors(result)):
                 return result
             examples = examples or {key: leaf._example_now() for key, leaf in tracked.items()}
             with torch.random.fork_rng(devices=[]):
@@ -207,6 +209,7 @@ class BatchActivations(Tensor):
         return self._example
 
 
+DATA = vars(torch._C.TensorBase)["data"].__get__
 WRITING = (Tensor.__setitem__,)
 """Functions that return nothing, and change rows."""
 

@@ -267,6 +267,7 @@ class CachedLoader:
                 self._follow(ids, views)
             yield self._batch(ids, views)
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def suffix(self, activations: BatchActivations) -> Any:
         """Return what the model gives for a batch; gradients reach what is behind its cut."""
         if not isinstance(activations, BatchActivations):

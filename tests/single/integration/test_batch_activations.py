@@ -159,7 +159,7 @@ def test_rows_have_the_habits_of_a_tensor(cut: int, tmp_path: Path) -> None:
     assert (rows.cut, rows.tensor is None) == (cut, cut == 0) and repr(rows).startswith("tensor(")
     whole = cached.suffix(rows)
     assert torch.equal(whole, model(images().inner.tensors[0][:ROWS]))
-    moved = rows.to("cpu", non_blocking=True).to(torch.float32).contiguous().clone().detach()
+    moved = rows.to("cpu", non_blocking=True).to(torch.float32).contiguous().clone().detach().data
     assert torch.equal(cached.suffix(moved.to(memory_format=torch.channels_last)), whole)
     torch.testing.assert_close(cached.suffix(rows[:2]), whole[:2])
     torch.testing.assert_close(cached.suffix(rows[PERMUTED]), whole[PERMUTED])
@@ -197,4 +197,19 @@ def test_rows_are_chosen_with_the_other_inputs_of_their_samples_and_not_mixed(cu
     for mix in (lambda x: 0.5 * x + 0.5 * x.flip(0), lambda x: torch.where(torch.rand(x.shape) > 0.5, x, x.flip(0))):
         with pytest.raises(UsageError, match=r"suffix\(\) takes rows"):
             cached.suffix(mix(rows))
+    cached.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_compiled_step_takes_rows_and_mixes_them(cut: int, tmp_path: Path) -> None:
+    cached = opened(image_model().eval(), images(), cut, tmp_path)
+    rows, _ = next(iter(cached))
+
+    def step(rows: Any) -> Any:
+        return cached.suffix(0.3 * rows + 0.7 * rows.flip(0))
+
+    compiled = torch.compile(step, backend="eager")
+    torch.testing.assert_close(compiled(rows), step(rows))
+    with pytest.raises(UsageError, match="transform images in the data set"):
+        torch.compile(lambda rows: cached.suffix((rows - 0.5) / 0.2), backend="eager")(rows)
     cached.close()

@@ -29,7 +29,7 @@ from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.segments import work_of
 from hvfreeze.report.tables import Table, percent
 from hvfreeze.runs.reading import Run
-from hvfreeze.training.auto_plan import BACKWARD
+from hvfreeze.training.budget import BACKWARD
 
 SAMPLES, CLASSES, SIDE = 5_000, 10, 32
 NONE, OURS = "none", "coherence"

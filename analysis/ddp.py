@@ -27,7 +27,8 @@ from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.training.stage_build import Blueprint, normalisation_of, rows_evaluated
+from hvfreeze.strategies.choices import rows_evaluated
+from hvfreeze.training.stage_build import Blueprint, normalisation_of
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 

@@ -30,7 +30,6 @@ from analysis.sweeps.statistics import Interval, is_below, shown, signed_points
 from analysis.sweeps.sweep import main
 from hvfreeze.report.tables import Table, percent, seconds
 from hvfreeze.runs.reading import Run
-from hvfreeze.training.stages import TRY
 from hvfreeze.wording import plural
 
 RESNET: dict[str, Value] = {"model": "resnet18", "weights": "resnet18-cifar100-32px-fp16.pt"}
@@ -209,10 +208,23 @@ def paced(run: Run) -> list[float]:
     return [spent + count * quickest[kind] for spent, count, kind in zip(updates, steps, kinds, strict=True)]
 
 
+TRY = "try"
+
+
 def stages_of(run: Run) -> list[dict[str, Any]]:
-    """Return the stages of a finished run, as its summary has them; none of one without stages."""
-    stages: list[dict[str, Any]] = (run.summary or {}).get("stages", [])
-    return stages
+    """Return what a finished run did, in order: a trial, tunings, and solutions; earlier versions list them so."""
+    summary = run.summary or {}
+    if "stages" in summary:
+        return list(summary["stages"])
+    verbs, found = summary.get("verbs", []), []
+    for entry, following in zip(verbs, [*verbs[1:], {"verb": ""}], strict=True):
+        if entry["verb"] == "tune":
+            # What only a probe judges is a trial.
+            name = TRY if following["verb"] == "probe" else "tune"
+            found.append({"stage": name, "steps": entry["value"]["steps"]})
+        elif entry["verb"] == "solve":
+            found.append({"stage": "solve", "steps": 0})
+    return found
 
 
 def was_tried(run: Run) -> bool:
@@ -227,13 +239,19 @@ def tuned_steps(run: Run) -> int:
 
 def fall(run: Run) -> str:
     """Return how the loss on held-out samples changed when tuning was tried, empty where it was not."""
-    trial = (run.summary or {}).get("trial")
+    trial = (run.summary or {}).get("trial") or trial_of(run)
     if trial is None:
         return ""
     # Earlier sources tried several ways.
     ways = trial.get("ways", {trial["way"]: trial["after"]})
     changes = (f"{way} {changed(trial['before'], after)}" for way, after in ways.items())
     return f"from {trial['before']:.3f}: {', '.join(changes)}"
+
+
+def trial_of(run: Run) -> dict[str, Any] | None:
+    """Return the losses before a trial and after it, None where there was none."""
+    losses = [entry["value"] for entry in (run.summary or {}).get("verbs", []) if entry["verb"] == "probe"]
+    return {"before": losses[0], "after": losses[1], "way": "tuning"} if len(losses) > 1 else None
 
 
 def changed(before: float, after: float | None) -> str:

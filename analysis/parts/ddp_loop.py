@@ -16,7 +16,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.training.stages import learning_rate
+from hvfreeze.training.loop import learning_rate
 
 
 @dataclass

@@ -28,7 +28,7 @@ from hvfreeze.data.folders import list_folders
 from hvfreeze.data.shards import ShardPlan, plan_shards
 from hvfreeze.freezing.criteria import Evidence, Proposer
 from hvfreeze.freezing.vote import hold_vote
-from hvfreeze.training.checkpoint_file import Saving, open_checkpoint, packed
+from hvfreeze.runs.checkpoint_file import Saving, open_checkpoint, packed
 
 SAMPLES, RANKS, CLASSES, BATCH = 1_000_000, 256, 1_000, 64
 VIEWS = 2

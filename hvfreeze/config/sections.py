@@ -51,7 +51,7 @@ CONTEXT = 64
 CRITERIA = ("coherence", "gradient-norm", "percentile", "linear", "geometric")
 """What proposes a cut; `freezing/criteria.py` says how."""
 AUTO = "auto"
-"""A value of --freeze that is no criterion: stages that solve the head and tune blocks, see `training/stages`."""
+"""A value of --freeze that is no criterion: fine-tunes while it pays and fits the head, see `training/auto`."""
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
@@ -355,7 +355,7 @@ class FreezeConfig(Section):
 
     @property
     def auto(self) -> bool:
-        """Whether the run is a row of stages, in which the head is solved and blocks are tuned."""
+        """Whether the run finds out whether fine-tuning pays."""
         return self.freeze == AUTO
 
     def has(self, part: str) -> bool:

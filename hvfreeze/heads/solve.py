@@ -35,8 +35,6 @@ class FitTerms:
     """(samples,) for each sample id whether it chooses the penalty."""
     trained: bool
     """Whether the network was trained on the other samples."""
-    compare_mirrored: bool
-    """Whether mirror images are left out where the head is better without them."""
     sampled: int | None
     """How many of this rank's batches, the first ones, a kernel head looks at first; None where all may be kept."""
 
@@ -79,7 +77,7 @@ def solve(
     """
     fit: HeadFit | KernelFit | None
     asked: Any = {"classes": layer.out_features, "world": world}
-    asked |= {"trained": terms.trained, "compare_mirrored": terms.compare_mirrored}
+    asked |= {"trained": terms.trained}
     if isinstance(layer, KernelHead):
         # What training has freed is the solver's to take.
         give_back()

@@ -145,7 +145,7 @@ def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             row |= {leaf: run.settings[leaf] for leaf in ("model", "data", "freeze", "cut", "cache", "seed")}
             row |= {"test_accuracy": run.test_accuracy, "best_test_accuracy": run.best_accuracy}
             row |= dict(zip(BALANCE, run.balance))
-            row |= {"epochs": len(run.metrics), "train_seconds": run.train_seconds}
+            row |= {"epochs": len(run.epochs), "train_seconds": run.train_seconds}
             row["speed_up"] = comparison.speed_up.mean if comparison else None
             row["time_saved"] = comparison.time_saved.mean if comparison else None
             row |= {"images_per_second": run.images_per_second, "allreduce_bytes": run.allreduce_bytes}
@@ -183,13 +183,13 @@ def group_label(group: Group) -> str:
     different = len({seeds(run) for run in group.runs}) == len(group.runs)
     parts = [plural(len(group.runs), "seed" if different else "run")] if len(group.runs) > 1 else []
     if not group.runs[0].finished:
-        parts.append(f"not finished: {epochs_done(max(group.runs, key=lambda run: len(run.metrics)))}")
+        parts.append(f"not finished: {epochs_done(max(group.runs, key=lambda run: len(run.epochs)))}")
     return group.name + (f" ({', '.join(parts)})" if parts else "")
 
 
 def epochs_done(run: Run) -> str:
     """Return how many epochs a run has made, and of how many where that was settled before."""
-    done, planned = len(run.metrics), run.planned_epochs
+    done, planned = len(run.epochs), run.planned_epochs
     return plural(done, "epoch") if planned is None else f"{done} of {plural(planned, 'epoch')}"
 
 

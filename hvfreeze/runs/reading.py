@@ -30,7 +30,7 @@ class Move(NamedTuple):
 
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
-METRICS = ("epoch", "step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
+METRICS = ("step", "cut", "test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
 VOTE = ("step", "epoch", "proposals", "weights", "tally", "total", "quorum", "cut_before", "cut_after", "reason")
 SUMMARY = ("test_accuracy", "best_test_accuracy", "train_seconds", "seconds", "images_per_second", "allreduce_bytes")
 
@@ -89,6 +89,7 @@ IN_METRICS: dict[str, Kind] = {
     **dict.fromkeys(BALANCE, or_none(is_number)),
     "seconds": named(is_number),
     "cache": with_keys({"mode": is_text}),
+    "verb": is_text,
     "models": named(with_keys(OF_MODEL)),
 }
 IN_VOTE: dict[str, Kind] = {
@@ -123,7 +124,7 @@ class Run:
     """By section and leaf, with the defaults of leaves that the file lacks."""
     environment: dict[str, Any]
     metrics: tuple[dict[str, Any], ...]
-    """A line per epoch, at least one."""
+    """A line per epoch of training and per other verb, at least one."""
     decisions: tuple[dict[str, Any], ...]
     """A line per vote."""
     summary: dict[str, Any] | None
@@ -135,13 +136,18 @@ class Run:
         return {leaf: value for section in self.config.values() for leaf, value in section.items()}
 
     @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The lines of epochs of training."""
+        return [line for line in self.metrics if "epoch" in line]
+
+    @property
     def finished(self) -> bool:
         """Whether the run has come to its end."""
         return self.summary is not None
 
     @property
     def planned_epochs(self) -> int | None:
-        """Epochs that the run was to make; None with stages or a time budget, which choose them as the run goes on."""
+        """Epochs that the run was to make; None with --freeze auto or a time budget, which choose them later."""
         chosen_later = self.settings["freeze"] == AUTO or self.settings["time_budget"] != "none"
         return None if chosen_later else int(self.settings["epochs"])
 
@@ -154,7 +160,7 @@ class Run:
     def test_accuracy(self) -> float:
         """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet.
 
-        Of a run that has ended it is the model's: a run of stages may have gone back to an earlier one.
+        Of a run that has ended it is the model's: --freeze auto may have gone back to an earlier one.
         """
         if self.summary is not None:
             return float(self.summary["test_accuracy"])
@@ -210,8 +216,9 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimizer steps in an epoch."""
-        return float(self.metrics[0]["step"]) / (int(self.metrics[0]["epoch"]) + 1)
+        """Optimizer steps in an epoch; 1 where nothing is trained."""
+        first = next(iter(self.epochs), {"step": 1, "epoch": 0})
+        return float(first["step"]) / (int(first["epoch"]) + 1)
 
     @property
     def cut_history(self) -> list[Move]:
@@ -275,8 +282,12 @@ def check_values(run: Run) -> None:
             for key, kind in kinds.items():
                 if key in found and not kind(found[key]):
                     raise RefusedError(f"{place} is damaged: {key} ({repr(found[key])[:40]}) is not what belongs there")
-    if run.metrics[0]["step"] < 1:
-        raise RefusedError(f"{run.directory / 'metrics.jsonl'} line 1 is damaged: step (0) is not what belongs there")
+    for number, line in enumerate(run.metrics, 1):
+        place = f"{run.directory / 'metrics.jsonl'} line {number} is damaged"
+        if "epoch" not in line and "verb" not in line:
+            raise RefusedError(f"{place}: it lacks epoch")
+        if "epoch" in line and line["step"] < 1:
+            raise RefusedError(f"{place}: step (0) is not what belongs there")
     path = run.directory / "config.yaml"
     for leaf, (_, field, kind) in leaves().items():
         value = run.settings[leaf]

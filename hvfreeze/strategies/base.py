@@ -21,8 +21,6 @@ from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.vote import Decision
-from hvfreeze.heads.solution import Solution, Stop
-from hvfreeze.heads.solve import FitTerms
 from hvfreeze.model.blocks import Chain
 from hvfreeze.prefix.splits import Split
 from hvfreeze.runs.clock import PhaseClock
@@ -137,26 +135,8 @@ class WholeModel(NamedTuple):
     """The blocks before which it has exits too, see `hvfreeze.model.early_exits`."""
 
 
-class SolvesHeads(Protocol):
-    """A strategy that can solve a head."""
-
-    def solve_head(
-        self,
-        batches: Sequence[Batch],
-        terms: FitTerms,
-        *,
-        stop: Stop,
-        count: Callable[[Tensor, Tensor, float], None],
-    ) -> Solution | None:
-        """Fit the head to the features of all ranks' batches, or return None where some rank stops it. Collective.
-
-        `batches` are this replica's, each sample and view once; there may be none. For all else, and for what is
-        raised, see `hvfreeze.heads.solve.solve`.
-        """
-
-
-class Strategy(Protocol):
-    """How a chain is trained by all ranks together; every method is a collective unless it says otherwise."""
+class OpenModel(Protocol):
+    """A model, or several, that all ranks hold together; every method is a collective unless it says otherwise."""
 
     @property
     def cut(self) -> int:
@@ -168,19 +148,6 @@ class Strategy(Protocol):
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Get ready for these batches, in this order: of training steps, or of predictions."""
-
-    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make one optimizer step with learning rate `rate`, and vote where a vote is due.
-
-        Args:
-            batches: this replica's, one unless it accumulates; the step is that of the mean over all of them.
-            rate: the learning rate of this update.
-            leave: this rank was asked to leave after this step.
-
-        Raises:
-            NumericsError: a loss or gradient is not finite on some rank; raised on all ranks, before the update.
-            DivergedError: ranks that must be equal are not.
-        """
 
     def settle(self) -> None:
         """Bring every model into the state that is evaluated and kept, its running statistics too; idempotent."""
@@ -229,3 +196,20 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Keep what is worth keeping and let go of files and threads; idempotent. Not a collective."""
+
+
+class Strategy(OpenModel, Protocol):
+    """How a chain is trained by all ranks together."""
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Make one optimizer step with learning rate `rate`, and vote where a vote is due.
+
+        Args:
+            batches: this replica's, one unless it accumulates; the step is that of the mean over all of them.
+            rate: the learning rate of this update.
+            leave: this rank was asked to leave after this step.
+
+        Raises:
+            NumericsError: a loss or gradient is not finite on some rank; raised on all ranks, before the update.
+            DivergedError: ranks that must be equal are not.
+        """

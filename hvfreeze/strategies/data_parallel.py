@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from hvfreeze.comm.replica_sync import (
     pooled_statistics,
     running_statistics,
 )
-from hvfreeze.comm.resources import give_back, memory_budget
+from hvfreeze.comm.resources import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
@@ -36,12 +36,6 @@ from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.heads.kept_points import KeptPoints, PointStore
-from hvfreeze.heads.kernel import KernelHead
-from hvfreeze.heads.multilevel import head_of
-from hvfreeze.heads.rows import RowsOfBatches
-from hvfreeze.heads.solution import Solution, Stop
-from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
 from hvfreeze.prefix.features import Features, Halves
@@ -75,7 +69,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
     """
     world, settings = context.world, config.optimizer
     # BatchNorm that keeps its statistics normalises nothing by the batch.
-    if not config.head.solved and config.freeze.statistics != "kept":
+    if config.freeze.statistics != "kept":
         start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
         check = partial(check_rows, context, start=start, rows=settings.batch_size, asked=asked)
         raise_on_all_ranks(world, check, name="rows")
@@ -85,8 +79,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
     )
     halves = Halves(context.chain, settings.precision)
     costs = open_cost_inputs(context, config, freezer, size=world.size)
-    passes = passes_to_solve(context, memory_bytes=costs.memory_bytes) if config.head.solved else 1.0
-    training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
+    training, evaluation = open_both_features(context, config, halves, costs, world=world)
     return DataParallel(
         freezer,
         halves,
@@ -99,9 +92,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
             seed=config.data_seed,
             replica=context.replica,
         ),
-        compression=None
-        if config.head.solved
-        else open_compression_choice(
+        compression=open_compression_choice(
             freezer.reducer,
             context.clock,
             exchanging,
@@ -112,7 +103,6 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         clock=context.clock,
         feed=context.feed,
         advice=advice_on(settings),
-        centres=config.head.centres,
     )
 
 
@@ -138,15 +128,6 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
         ).on_all_ranks()
 
 
-def passes_to_solve(context: BuildContext, *, memory_bytes: int) -> float:
-    """Return how often all samples are asked for while the head is solved."""
-    layer, (few, others) = head_of(context.chain), context.feed.sampled_views()
-    views = max(1, context.feed.images.transform.augment.num_views)
-    if few is not None and isinstance(layer, KernelHead):
-        return float(views)
-    return float(views * times_asked_for([*(few or ()), *others], layer, memory_bytes=memory_bytes))
-
-
 @dataclass(eq=False)
 class DataParallel:
     """Trains equal replicas; see `Strategy` for what its methods promise."""
@@ -166,9 +147,6 @@ class DataParallel:
     """The samples, for looks at what frozen blocks would gain."""
     advice: str
     """What a user can do about numbers that are not finite."""
-    centres: int | None = None
-    """With which a kernel head compares samples; None chooses."""
-    _solved: dict[str, Any] = field(default_factory=dict)
     _began: bool = False
     """Moves before the first epoch, of a start or a resumption, are followed when the model is in place."""
 
@@ -235,59 +213,6 @@ class DataParallel:
         answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
         return StepResult(losses={MODEL: value}, answers=answers, leave=bool(signals.leave), decision=decision)
 
-    def solve_head(
-        self,
-        batches: Sequence[Batch],
-        terms: FitTerms,
-        *,
-        stop: Stop,
-        count: Callable[[Tensor, Tensor, float], None],
-    ) -> Solution | None:
-        """Solve the head on the features of `batches`; see `SolvesHeads`. Collective."""
-        self.begin_epoch(batches)
-        world, layer = self.freezer.world, head_of(self.chain)
-        rows = RowsOfBatches(
-            batches,
-            self.training.of,
-            expect=self.training.expect,
-            width=layer.in_features,
-            held_out=terms.held_out,
-            mirrored=self.training.images.mirrored,
-            memory_bytes=memory_budget(world.local_size),
-            sampled=terms.sampled if isinstance(layer, KernelHead) else None,
-        )
-        with self.clock.within("optimizer"):
-            fit = solve(
-                rows,
-                layer,
-                terms,
-                world=world,
-                centres=self.centres,
-                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not terms.trained else None,
-                stop=stop,
-                count=count,
-            )
-        if fit is not None:
-            self.reducer.payload_bytes += fit.exchanged_bytes
-            self._solved = {"head": fit.summary()}
-        return fit
-
-    def _kept_points(self, rows: RowsOfBatches) -> KeptPoints | None:
-        """Return where the points of an untrained network's rows are kept, None where nothing is cached. Collective."""
-        terms = self.training.terms
-        if not terms.cacheable:
-            return None
-        store = PointStore(
-            directory=terms.costs.directory,
-            features=self.training.source.fingerprint([self.cut]),
-            stop=terms.settings.cache_failure == "stop",
-            private=not terms.settings.cache_shared,
-            budget=terms.costs.budget,
-            owner=terms.owner,
-            say=terms.say,
-        )
-        return KeptPoints(rows, store, world=self.freezer.world)
-
     def settle(self) -> None:
         """Average the running statistics; everything else is equal on all ranks after every step. Collective."""
         self.freezer.average_statistics()
@@ -312,7 +237,6 @@ class DataParallel:
         shared = {
             "model": self.chain.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "solved": self._solved,
             "exchange": {} if self.compression is None else self.compression.state_dict(),
             "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
         }
@@ -341,7 +265,6 @@ class DataParallel:
             self.compression.load_state_dict(state.shared["exchange"])
         self.reducer.load_state_dict(state.own["reducer"])
         self.freezer.prefix.seal()
-        self._solved = state.shared["solved"]
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -357,7 +280,6 @@ class DataParallel:
             "cut_history": self.freezer.cut_history,
             "cache": self.training.report(),
             **({} if self.compression is None else self.compression.report()),
-            **self._solved,
         }
 
     def close(self) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.checkpoint_file import path_of
 from hvfreeze.runs.files import publish, publishing, reason_of
 from hvfreeze.strategies.base import WholeModel
-from hvfreeze.training.checkpoint_file import path_of
 from hvfreeze.training.evaluation import Best
 from hvfreeze.training.job import Job
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,64 +39,60 @@ from hvfreeze.data.reading import reading_of
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
+from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
+from hvfreeze.runs.progress import RunLogger, check_curves
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.training.auto import beside_majority
-from hvfreeze.training.auto_plan import auto_stages, notes_on_stages, notes_on_views
-from hvfreeze.training.checkpoint import budget_before
+from hvfreeze.strategies.choices import reads_images, replicas_of, rows_evaluated
+from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
-from hvfreeze.training.guard import Guard
 from hvfreeze.training.job import Job
-from hvfreeze.training.mirror_trial import Finding, find_out, is_open
+from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
-from hvfreeze.training.progress import RunLogger, check_curves
 from hvfreeze.training.readers import Plan, without_effect
-from hvfreeze.training.stage_build import (
-    Blueprint,
-    StageFactory,
-    normalisation_of,
-    reads_images,
-    replicas_of,
-    rows_evaluated,
-)
-from hvfreeze.training.stages import Stage, StageRunner
-from hvfreeze.training.time_budget import open_budget, passes_left, time_run
+from hvfreeze.training.recipes import first_part, named, planned
+from hvfreeze.training.stage_build import Blueprint, Factory, normalisation_of
+from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import code_sha256, is_named_code
 
 
-def notes_on_freezing(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return notes on blocks that stay untrained, and on the stages of auto."""
-    settings, notes = config.freeze, list[str]()
-    if settings.auto:
-        return notes_on_stages(config, stages)
-    if settings.cut and config.model.weights == "none":
+def notes_on_freezing(config: Config) -> list[str]:
+    """Return notes on blocks that stay untrained."""
+    settings = config.freeze
+    if config.model.weights != "none":
+        return []
+    if settings.auto and config.optimizer.epochs == 1:
+        return ["the head is fitted to a network with random weights; --freeze auto is for trained --weights"]
+    if settings.cut and not settings.auto:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
-        notes.append(f"the first {keep} random initialisation; freezing is for trained --weights")
-    return notes
+        return [f"the first {keep} random initialisation; freezing is for trained --weights"]
+    return []
 
 
-def notes_on_mirror_images(
-    asked: str, image_set: ImageSet, stages: Sequence[Stage], finding: Finding | None
-) -> list[str]:
-    """Return a note on which views are mirror images; `asked` is --mirror, `finding` what was found out about them."""
+def notes_on_flips(settings: Config, image_set: ImageSet, finding: Finding | None) -> list[str]:
+    """Return a note on whether horizontal flips are shown; `finding` is what was found out about them."""
     if finding is not None:
         return [finding.line()]
-    shown = [stage.config for stage in stages if stage.steps and stage.config.data.mirrors(image_set.flips)]
-    where = []
-    if any(config.head.solved for config in shown):
-        decided = " and kept where held-out samples are better for it" if asked == "auto" else ""
-        mean = "the head reads the mean of each sample and its own"
-        where.append(mean if asked == "mean" else f"each sample's is fitted by the head too{decided}")
-    if any(not config.head.solved and config.data.augment != "none" for config in shown):
-        where.append("half of the views that blocks are trained on are such")
-    if where:
-        return [f"mirror images: {', '.join(where)}; pass --mirror off where left and right differ"]
-    return []
+    if not settings.data.mirrors(image_set.flips):
+        return []
+    if settings.data.mirror == "mean":
+        return [f"horizontal flips: the head averages the features of each image and of its flip; {WAY_OUT}"]
+    shows = settings.head.solved or settings.data.augment != "none"
+    return [f"horizontal flips: on; {WAY_OUT}"] if shows else []
+
+
+def notes_on_mean(factory: Factory, settings: Config) -> list[str]:
+    """Return a note on a head that looks at flips too when it answers."""
+    if not settings.head.solved or factory.with_affordable_flips(settings) == settings:
+        return []
+    found = f"more than {ALL_COMPARED} rows with flips: the head averages the features of each image and of its flip"
+    return [f"{found}, and answers in twice the time; --mirror off looks at each image alone"]
 
 
 def open_corpus(
@@ -226,30 +221,17 @@ def assemble(
         length=Length(config.optimizer.epochs),
         fused=config.optimizer.optimizer == AUTO,
     )
-    factory = StageFactory(context, config, blueprint, trainable_of(chain.model))
+    factory = Factory(context, blueprint, trainable_of(chain.model), asked_mirror=config.data.mirror)
     evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, rows)
-    auto = config.freeze.auto
-    timing = time_run(factory)
-    left = passes_left(factory, timing, evaluated=len(evaluation_batches), started=started)
-    before = budget_before(directory, world) if timing is not None and config.run.resume else None
-    if left is not None and before is not None:
-        # Clocks tell another number now, hence other stages, in which the checkpoint's steps would be other epochs.
-        passes = before.get("passes")
-        left = passes if isinstance(passes, float) else left
-    stages = raise_on_all_ranks(world, lambda: auto_stages(factory, left) if auto else factory.stages(), name="stages")
-    guard = open_guard(factory, stages) if auto else None
-    judged = len(guard.held_out.batches) if guard and guard.held_out else 0
-    evaluated_batches = len(evaluation_batches)
-    budget = open_budget(
-        factory, stages, timing, evaluated=evaluated_batches, judged=judged, passes=left, started=started
-    )
-    stages = stages if budget is None else budget.plan(stages, begins=before is None)
     finding = None
-    if is_open(stages, flips=corpus.train.flips):
+    if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
         finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
-    stage_runner = StageRunner(stages, factory.open, mirror=None if finding is None else finding.mirror)
-    shown = chain if auto else stage_runner.opened.chain
+    flips = None if finding is None else finding.mirror
+    settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
+    budget = open_budget(factory, settings, evaluated=tested, started=started)
+    opened = factory.open(first_part(settings))
+    shown = chain if config.freeze.auto else opened.chain
     return Job(
         data_identities=content,
         overlap=overlap,
@@ -258,26 +240,46 @@ def assemble(
         world=world,
         directory=directory,
         block_names=tuple(block.name for block in shown.blocks),
-        stage_runner=stage_runner,
+        factory=factory,
+        opened=opened,
+        journal=Journal(named(config)),
         budget=budget,
-        guard=guard,
         card=card,
         evaluation_batches=evaluation_batches,
         clock=clock,
         logger=logger,
         called=corpus.train.called,
-        judge=factory.judge(stages) if auto and len(stages) > 1 else None,
-        mirror=finding,
-        notes=[*notes, *(notes_on_views(factory) if auto else ())],
+        flips=flips,
+        flip_trial=finding,
+        notes=[*notes, *notes_on_mean(factory, settings)],
     )
 
 
-def open_guard(factory: StageFactory, stages: Sequence[Stage]) -> Guard | None:
-    """Return what keeps the best state of --freeze auto, None where that is left out. Not a collective."""
-    if not factory.config.freeze.has("guard"):
-        return None
-    solves, tuned = ([stage for stage in stages if stage.solves == solves] for solves in (True, False))
-    return Guard(factory.held_out(solves[0]) if tuned else None)
+def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: float) -> Budget:
+    """Return what the run may spend. Collective.
+
+    Raises:
+        UsageError: there are too few samples to fit a head, or a time budget is too short for the least of a run.
+    """
+    world, seconds = factory.context.world, settings.run.budget_seconds()
+
+    def table() -> Work:
+        if settings.head.solved:
+            factory.check_held_out(settings.head.head_fit)
+        solved = solving(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
+        return factory.work(solved, cut=settings.freeze.cut or 0 if settings.freeze.auto else 0, evaluated=evaluated)
+
+    work = raise_on_all_ranks(world, table, name="work")
+    budget = Budget(work=work, world=world, seconds=seconds, started=started)
+    if seconds is not None:
+        context, precision = factory.context, settings.optimizer.precision
+        budget.rate = time_forward(context.chain, context.feed, precision=precision, world=world, seconds=seconds)
+    budget.begin()
+    if seconds is not None and not settings.run.resume:
+        step = work.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
+        least = (work.solve, "fitting the head") if settings.head.solved else (step, "a step")
+        budget.check(least[0], what=least[1])
+    return budget
 
 
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> dict[str, str]:
@@ -390,7 +392,6 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     )
     job.logger.log_to(job.record.log)
     plan = plan_of(job, corpus, chain, asked=asked)
-    job.unread = lambda stages, why: without_effect(replace(plan, stages=stages, stopped=why), given)
     job.majority_share, unequal = shares_of_classes(config, corpus)
     job.notes = [
         *corpus.notes,
@@ -399,10 +400,10 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *([job.overlap.describe()] if job.overlap else []),
         *([job.conflict.describe()] if job.conflict else []),
         *notes,
-        *notes_on_freezing(config, job.stage_runner.stages),
+        *notes_on_freezing(config),
         *(
-            note + (beside_majority(job) if job.mirror else "")
-            for note in notes_on_mirror_images(config.data.mirror, corpus.train, job.stage_runner.stages, job.mirror)
+            note + (job.beside_majority if job.flip_trial else "")
+            for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
         ),
         *without_effect(plan, given),
         *crowding(world),
@@ -451,7 +452,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
     return Plan(
         config=job.config,
         asked=asked,
-        stages=job.stage_runner.stages,
+        parts=planned(job),
         ranks=job.world.size,
         replicas=corpus.plan.replicas,
         flips=corpus.train.flips,

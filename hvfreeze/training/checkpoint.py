@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config, leaves, to_dict
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.checkpoint_file import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
 from hvfreeze.runs.clock import PHASES, train_seconds
 from hvfreeze.runs.files import reason_of
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS, absolute, absolute_leaves
+from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import State
-from hvfreeze.training.best_model import bring_back_best, link_best, out_of_patience
-from hvfreeze.training.checkpoint_file import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
+from hvfreeze.training.best_model import bring_back_best, link_best
 from hvfreeze.training.evaluation import Best, Score, Totals
 from hvfreeze.training.job import Job
 
@@ -52,7 +54,7 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
     finish_saving(job)
     if settled:
         compare_settled(job)
-    strategy = job.strategy.state_dict()
+    strategy = job.opened.model.state_dict()
     # Copies: what comes next may change the tensors.
     shared = packed({**shared_state(job), **strategy.shared}) if job.world.rank == 0 else torch.empty(0)
     own = packed({**rank_state(job), **strategy.own})
@@ -78,8 +80,8 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
 
 def compare_settled(job: Job) -> None:
     """Settle, and raise DivergedError on all ranks unless their models are equal. Collective."""
-    job.strategy.settle()
-    job.strategy.check(step=job.step)
+    job.opened.model.settle()
+    job.opened.model.check(step=job.step)
 
 
 def sections_of_ranks(own: Tensor, lengths: list[int], world: World) -> Iterator[Tensor]:
@@ -111,9 +113,12 @@ def shared_state(job: Job) -> dict[str, Any]:
     """Return what is equal on all ranks, or known to rank 0 alone; the strategy adds its own."""
     return {
         "run": identity(job.config),
-        "course": job.stage_runner.state_dict(),
-        "budget": {} if job.budget is None else job.budget.state_dict(),
-        "guard": None if job.guard is None else job.guard.state_dict(),
+        "journal": job.journal.state_dict(),
+        "budget": job.budget.state_dict(),
+        "snapshots": job.snapshots,
+        "flips": job.flips,
+        "part": [job.opened.first_step, job.opened.first_epoch, job.opened.steps, job.images],
+        "earlier": {**job.earlier, "cut_history": [list(move) for move in job.earlier.get("cut_history", ())]},
         "step": job.step,
         "steps_per_epoch": job.steps_per_epoch,
         "data": job.data_identities,
@@ -154,32 +159,51 @@ LARGEST_SHARE = 0.03
 def save_when_due(job: Job) -> None:
     """Write a checkpoint when the step calls for one. Collective."""
     if is_due(job):
-        before = job.clock.read()["checkpoint"]
-        with job.clock.within("checkpoint"):
-            save(job, settled=True)
-        job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
+        save_timed(job)
+
+
+def save_at_end(job: Job, *, is_last: bool) -> None:
+    """Write a checkpoint at the end of a verb, where one is due. Collective."""
+    if is_due_at_end(job, is_last=is_last):
+        save_timed(job)
+
+
+def save_timed(job: Job) -> None:
+    """Write a checkpoint, and note what training waited for it. Collective."""
+    before = job.clock.read()["checkpoint"]
+    with job.clock.within("checkpoint"):
+        save(job, settled=True)
+    job.checkpoint_seconds = job.clock.read()["checkpoint"] - before
 
 
 def is_due(job: Job) -> bool:
-    """Tell whether the step calls for a checkpoint; the last one does unless there are none at all. Collective."""
+    """Tell whether the step calls for a checkpoint. Collective."""
     cadence = job.config.run.checkpoint_cadence()
-    last = job.step == job.total_steps or out_of_patience(job)
     if cadence is None:
-        return last or (job.at_epoch_end and is_cheap(job))
+        return job.at_epoch_end and is_cheap(job)
     every, unit = cadence
-    if not every or last:
-        return bool(every)
+    if not every:
+        return False
     if unit == "epochs":
-        # The run's: stages have epochs of their own lengths.
         return job.at_epoch_end and job.epochs_done % every == 0
-    before = job.stage_runner.first_step if job.stage.solves else job.step - 1
-    return job.step // every > before // every
+    return job.step // every > (job.step - 1) // every
+
+
+def is_due_at_end(job: Job, *, is_last: bool) -> bool:
+    """Tell whether the end of a verb calls for a checkpoint, unless there are none at all. Collective.
+
+    That of the last one does in any case, others unless it would cost too much.
+    """
+    cadence = job.config.run.checkpoint_cadence()
+    if cadence is None:
+        return is_last or is_cheap(job)
+    return bool(cadence[0])
 
 
 def is_cheap(job: Job) -> bool:
     """Tell whether checkpoints, one more with them, take at most `LARGEST_SHARE` of training. Collective.
 
-    Only at the end of an epoch, where the strategy settles anyhow: a clock must not change one bit of the training.
+    Only at the end of an epoch, or of a verb, where the strategy settles anyhow: a clock must not change one bit.
     """
     seconds = job.clock.read()
     spent, trained = seconds["checkpoint"], train_seconds(seconds)
@@ -236,7 +260,7 @@ class Redealing:
             return None
         if self._states is None:
             there, size = self._there(self._checkpoint), self._job.world.size
-            self._states = self._job.strategy.repartitioned(there, size=size, restep=self.restep)
+            self._states = self._job.opened.model.repartitioned(there, size=size, restep=self.restep)
         try:
             state = next(self._states)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -300,7 +324,6 @@ def restore(job: Job) -> int | None:
     shared = raise_on_all_ranks(
         world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run"
     )
-    job.stage_runner.load_state_dict(shared["course"], keeps_plan=timed)
     if wrote == world.size:
         own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
     else:
@@ -310,27 +333,11 @@ def restore(job: Job) -> int | None:
         change = f"ranks: {wrote} there, {world.size} here; {redealing.describe()}"
         job.record.change(change)
         job.notes.append(f"not as before: {change}")
-    raise_on_all_ranks(world, lambda: put_back(job, shared, own, name=name), name="checkpoint.restore")
+    fill = partial(put_back, job, shared, own, name=name)
+    raise_on_all_ranks(world, fill, name="checkpoint.restore")
     raise_on_all_ranks(world, lambda: bring_back_best(job, Path(name)), name="best.back")
+    job.waiting = partial(load_model, job, shared, own, name=name, redealt=wrote != world.size)
     return wrote
-
-
-def budget_before(directory: Path, world: World) -> dict[str, Any] | None:
-    """Return what the newest checkpoint in a run directory says of the time budget, None without one. Collective.
-
-    Raises:
-        RefusedError: it is damaged.
-    """
-
-    def read() -> dict[str, Any] | None:
-        path = newest(directory / CHECKPOINTS) if world.rank == 0 else None
-        if path is None:
-            return None
-        budget = unpacked(open_checkpoint(path, size=None).section(0), name=str(path)).get("budget")
-        return budget if isinstance(budget, dict) else {}
-
-    found = raise_on_all_ranks(world, read, name="checkpoint.budget")
-    return world.broadcast_object(found, name="checkpoint.budget.all")
 
 
 def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:
@@ -371,55 +378,73 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     if differing:
         listed = "; ".join(f"{leaf}: {theirs[leaf]!r} there, {mine[leaf]!r} here" for leaf in differing)
         raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
-    if not job.stage_runner.knows(shared.get("course")):
-        raise RefusedError(f"the checkpoint {name} does not say in which stage its run is; start anew")
-    other_version = "if another version of hvfreeze wrote it, resume with that, or start anew in another --run-dir"
-    if not job.stage_runner.fits(shared["course"], keeps_plan=job.config.run.budget_seconds() is not None):
-        course = shared["course"]
-        theirs = ", ".join(course.get("names") or [f"{len(course['steps'])}, of {course['steps']} steps"])
-        own = ", ".join(stage.name for stage in job.stage_runner.stages)
-        raise RefusedError(
-            f"the checkpoint {name} is of other stages ({theirs}) than these settings make ({own}); give the --epochs "
-            f"or the --time-budget that it began with; {other_version}"
-        )
-    made, now = shared["course"]["steps"], list(job.stage_runner.asked)
-    before = shared["course"].get("asked", made)
-    # A stage that has been judged has decided about the others: what came of it is no plan for other steps.
-    settled = shared["course"]["number"] > 0 or made != before
-    if settled and before != now and job.config.run.budget_seconds() is None:
-        raise RefusedError(
-            f"the checkpoint {name} is of stages of {before} steps, and --epochs ({job.config.optimizer.epochs}) makes "
-            f"them {now}; give the --epochs that it began with; {other_version}"
-        )
+    shared = shared if "journal" in shared else of_earlier_version(shared)
+    job.journal.check_recipe(shared.get("journal"), source=name)
     return shared
 
 
+def of_earlier_version(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a checkpoint of plain training that an earlier version wrote as this one would have it."""
+    course = shared.get("course")
+    if not isinstance(course, dict) or len(course.get("steps") or ()) != 1:
+        return shared
+    return {
+        **shared,
+        "journal": {"recipe": {"recipe": "plain"}, "ended": [], "open": ("tune", {})},
+        "budget": {"elapsed": (shared.get("budget") or {}).get("elapsed", 0.0), "begun": [0.0, 1.0]},
+        "snapshots": {},
+        "flips": course.get("mirror"),
+        "part": [0, 0, course["steps"][0], 0],
+        "earlier": {"cut_history": []},
+    }
+
+
 def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
-    """Put a loaded state into the job, on this rank."""
+    """Put all of a checkpoint but the model into the job, on this rank."""
     try:
-        fill(job, shared, unpacked(own, name=name))
-    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RefusedError(f"the checkpoint {name} is another model's: {reason_of(error)}") from error
-
-
-def fill(job: Job, shared: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Set every part of the job from what all ranks share and from what is this rank's."""
-    # First, for a strategy reads off it how long steps take.
-    job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
-    # Checkpoints of before lack them.
-    used = mine.get("processor_seconds", {})
-    job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
-    job.strategy.load_state_dict(State(shared, mine))
-    if job.budget is not None:
+        mine = unpacked(own, name=name)
+        # A strategy reads off the clock how long steps take.
+        job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
+        # Checkpoints of before lack them.
+        used = mine.get("processor_seconds", {})
+        job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
+        job.journal.load_state_dict(shared["journal"], source=name)
         job.budget.load_state_dict(shared["budget"])
-    if job.guard is not None:
-        job.guard.load_state_dict(shared["guard"])
-    job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
-    job.step = shared["step"]
-    job.record.cut_back(shared["position"])
-    job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
-    job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
-    job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
-    job.best = {name: Best(*best) for name, best in shared["best"].items()}
-    job.evaluations_in_vain = shared["evaluations_in_vain"]
-    torch.set_rng_state(mine["random"])
+        job.snapshots, job.flips = dict(shared["snapshots"]), shared["flips"]
+        job.images = shared["part"][-1]
+        earlier, moves = shared["earlier"], [Move(*move) for move in shared["earlier"]["cut_history"]]
+        job.earlier = {**earlier, "cut_history": moves} if moves else {}
+        job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
+        job.step = shared["step"]
+        job.record.cut_back(shared["position"])
+        job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
+        job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
+        job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
+        job.best = {name: Best(*best) for name, best in shared["best"].items()}
+        job.evaluations_in_vain = shared["evaluations_in_vain"]
+    except DAMAGES as error:
+        raise RefusedError(f"the checkpoint {name} is another run's: {reason_of(error)}") from error
+
+
+def load_model(job: Job, shared: dict[str, Any], own: Tensor, *, name: str, redealt: bool) -> None:
+    """Load a checkpoint's model into the part that is open, where it was open when that was written. Collective."""
+
+    def load() -> None:
+        try:
+            mine = unpacked(own, name=name)
+            job.opened.model.load_state_dict(State(shared, mine))
+            torch.set_rng_state(mine["random"])
+        except DAMAGES as error:
+            raise RefusedError(f"the checkpoint {name} is another model's: {reason_of(error)}") from error
+
+    raise_on_all_ranks(job.world, load, name="checkpoint.model")
+    job.opened.first_step, job.opened.first_epoch, steps, _ = shared["part"]
+    job.opened.plan(steps)
+    job.opened.is_used = True
+    if redealt:
+        # At once, in place of those that count other steps: the newest is found by its number of steps.
+        save(job, settled=True, alone=True)
+
+
+DAMAGES = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
+"""What loading a state raises that is not this run's."""

@@ -15,7 +15,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import balanced_accuracy, majority_of
 from hvfreeze.model.answers import classes_of
-from hvfreeze.strategies.base import MODEL, Answers, Strategy
+from hvfreeze.strategies.base import MODEL, Answers, OpenModel
 
 
 class Score(NamedTuple):
@@ -28,6 +28,11 @@ class Score(NamedTuple):
     """The mean over classes of the accuracy on their samples; None where classes are equal, see `class_shares`."""
     majority_share: float | None = None
     """Of the most frequent class among the samples; None where classes are equal."""
+
+    @property
+    def described(self) -> str:
+        """It in words."""
+        return f"accuracy {100 * self.accuracy:.1f} %, loss {self.loss:.3f}"
 
 
 class Mean(NamedTuple):
@@ -92,7 +97,7 @@ def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *,
     }
 
 
-def evaluate(strategy: Strategy, batches: Sequence[Batch], world: World) -> Scores:
+def evaluate(strategy: OpenModel, batches: Sequence[Batch], world: World) -> Scores:
     """Return each model's means over a split, of which `batches` are this replica's share. Collective.
 
     The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
@@ -168,3 +173,9 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
             for name in models
         }
     }
+
+
+def fall(before: float, after: float) -> str:
+    """Return a change of a loss in words."""
+    changed = f" ({100 * (after / before - 1):+.0f} %)" if math.isfinite(after) and math.isfinite(before) else ""
+    return f"{before:.3f} -> {after:.3f}{changed}"

@@ -1,29 +1,34 @@
-"""What the training loop works on: the parts of a run, built the same way on every rank, and how far it is."""
+"""What a run works on: its parts, built the same way on every rank, and how far it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed, grouped
 from hvfreeze.data.images import listed
 from hvfreeze.data.overlap import Conflict, Overlap
-from hvfreeze.heads.solution import Solution
+from hvfreeze.freezing.vote import Decision
+from hvfreeze.heads.flips import Finding
 from hvfreeze.inference.card import Card
+from hvfreeze.runs.checkpoint_file import Saving
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.progress import Curves, Progress, RunLogger
+from hvfreeze.runs.reading import Move
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.base import Strategy
-from hvfreeze.training.checkpoint_file import Saving
+from hvfreeze.training.budget import Budget
 from hvfreeze.training.evaluation import Best, Scores, Totals
-from hvfreeze.training.guard import Guard
-from hvfreeze.training.mirror_trial import Finding
-from hvfreeze.training.progress import Curves, Progress, RunLogger
-from hvfreeze.training.stages import Stage, StageRunner
-from hvfreeze.training.time_budget import TimeBudget
-from hvfreeze.training.trial import Judge
+from hvfreeze.training.journal import Journal
+from hvfreeze.training.stage_build import Factory, Opened, Part
+
+Report = dict[str, Any]
 
 
 @dataclass
@@ -34,21 +39,21 @@ class Job:
     world: World
     directory: Path
     block_names: tuple[str, ...]
-    stage_runner: StageRunner
-    budget: TimeBudget | None
-    """With --time-budget: chooses how many steps the stages have."""
-    guard: Guard | None
-    """With --freeze auto: of solutions that are followed by others."""
+    factory: Factory
+    opened: Opened
+    """What the verb under way works on."""
+    journal: Journal
+    budget: Budget
     card: Card
     """Of the models, as far as it is known before they are trained."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
     clock: PhaseClock
     logger: RunLogger
-    judge: Judge | None = None
-    """With --freeze auto: tells whether tuning pays."""
-    mirror: Finding | None = None
-    """What was found out about mirror images before the first step; None where that is not open, or a solution does."""
+    flips: str | None = None
+    """Whether horizontal flips are shown, on or off, where that was found out."""
+    flip_trial: Finding | None = None
+    """What was found out about them before the recipe."""
     notes: list[str] = field(default_factory=list)
     record: Record | NullRecord = field(default_factory=NullRecord)
     progress: Progress = field(default_factory=Progress)
@@ -62,9 +67,12 @@ class Job:
     conflict: Conflict | None = None
     """Of training images that are the same picture in different classes, where there are some."""
     step: int = 0
+    """Optimizer steps made."""
     epochs_done: int = 0
+    images: int = 0
+    """That all replicas together have trained on, or fitted a head to, before the part that is open."""
     epoch_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase at the end of the last epoch that was recorded."""
+    """Seconds by phase at the end of the last epoch, or verb, that was recorded."""
     best_accuracy: float = 0.0
     last_accuracy: float = 0.0
     last_scores: Scores = field(default_factory=dict)
@@ -74,6 +82,10 @@ class Job:
     """Since a model was last better than ever."""
     totals: dict[str, Totals] = field(default_factory=dict)
     """Sums over the epoch's training samples so far, by model."""
+    snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """States of the model that the recipe may go back to, by name."""
+    earlier: Report = field(default_factory=dict)
+    """The joined reports of the parts before the one that is open."""
     asked_to_leave: bool = False
     checkpoint_seconds: float = 0.0
     """What training waited for the last checkpoint."""
@@ -81,64 +93,118 @@ class Job:
     """On rank 0, the checkpoint that is being written."""
     called: Callable[[int], str] = "sample {}".format
     """What a message calls a training sample, by its number."""
-    unread: Callable[[Sequence[Stage], str], list[str]] = lambda stages, why: []
-    """Returns a line for each reason for which settings of the user have no effect on such stages; see `readers`."""
-    solved: Solution | None = None
-    """What the epoch under way has solved, if it is a solution."""
+    waiting: Callable[[], None] | None = None
+    """Loads a checkpoint's model into the part that is open; None once that is done, or where there is none."""
+
+    @property
+    def settings(self) -> Config:
+        """The run's settings, with what was found out about horizontal flips."""
+        if self.flips is None or self.config.data.mirror != "auto":
+            return self.config
+        return replace(self.config, data=replace(self.config.data, mirror=self.flips))
+
+    @property
+    def beside_majority(self) -> str:
+        """What stands beside an accuracy on training samples where their classes are unequal."""
+        share = self.majority_share
+        return "" if share is None else f"; the majority class is {100 * share:.2f} % of these"
 
     @property
     def strategy(self) -> Strategy:
-        """What is open for the stage under way."""
-        return self.stage_runner.opened.strategy
+        """What trains, or answers, in the part that is open."""
+        return self.opened.strategy
 
     @property
     def feed(self) -> TrainFeed:
-        """The training samples of the stage under way."""
-        return self.stage_runner.opened.feed
-
-    @property
-    def stage(self) -> Stage:
-        """The stage under way."""
-        return self.stage_runner.stage
+        """The training samples of the part that is open."""
+        return self.opened.feed
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch of the stage under way."""
-        return self.stage.steps_per_epoch
+        """Optimizer steps of a whole epoch of the part that is open."""
+        return self.opened.steps_per_epoch
 
     @property
-    def stage_step(self) -> int:
-        """Steps of the stage under way that are made."""
-        return self.step - self.stage_runner.first_step
+    def part_step(self) -> int:
+        """Steps that are made of the part that is open."""
+        return self.step - self.opened.first_step
 
     @property
-    def stage_epoch(self) -> int:
-        """Epochs of the stage under way that are made."""
-        return self.epochs_done - self.stage_runner.first_epoch
+    def part_epoch(self) -> int:
+        """Epochs that are made of the part that is open."""
+        return self.epochs_done - self.opened.first_epoch
 
-    def images(self, step: int) -> int:
-        """Return how many images all replicas together train on in the first `step` steps, of this stage or before."""
-        return self.stage_runner.images(step) * self.feed.plan.replicas
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run at the end of the part that is open."""
+        return self.opened.first_step + self.opened.steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last step ended an epoch."""
+        return self.part_step % self.steps_per_epoch == 0 or self.part_step == self.opened.steps
+
+    @property
+    def cut(self) -> int:
+        """Number of frozen blocks of the model."""
+        return self._shown(self.opened.model.cut)
+
+    def images_of(self, steps: int) -> int:
+        """Return how many images all replicas train on in the first `steps` steps of the part that is open."""
+        opened, settings = self.opened, self.opened.part.settings.optimizer
+        epochs, rest = divmod(steps, opened.steps_per_epoch)
+        whole = opened.feed.plan.batches_per_epoch
+        batches = epochs * whole + min(whole, rest * settings.accumulate)
+        return batches * settings.batch_size * opened.feed.plan.replicas
 
     def names(self, samples: Sequence[int]) -> str:
         """Return what a message calls some training samples, the first few where there are many."""
         return listed([self.called(sample) for sample in samples])
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
-        """Return the batches of each step of an epoch of the stage under way."""
-        return grouped(self.feed.epoch(epoch), self.stage.config.optimizer.accumulate)
+        """Return the batches of each step of an epoch of the part that is open."""
+        return grouped(self.feed.epoch(epoch), self.opened.part.settings.optimizer.accumulate)
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.stage_runner.total_steps
+    def enter(self, part: Part) -> None:
+        """Open a part, and close the one before it; one that is open and was not used stays. Collective."""
+        if self.opened.is_used or self.opened.part != part:
+            if self.opened.is_used:
+                self.images += self.images_of(self.part_step)
+                self.earlier = self.report()
+            self.opened.model.close()
+            self.opened = self.factory.open(part)
+        self.opened.first_step, self.opened.first_epoch, self.opened.is_used = self.step, self.epochs_done, True
 
-    @property
-    def at_epoch_end(self) -> bool:
-        """Whether the last step ended an epoch of the stage under way."""
-        return self.stage_step % self.steps_per_epoch == 0 or self.stage_step == self.stage.steps
+    def report(self) -> Report:
+        """Return the report of all parts so far; see `OpenModel.report`. Collective."""
+        mine = self.opened.model.report()
+        return joined(self.earlier, {**mine, "cut_history": [self._placed(move) for move in mine["cut_history"]]})
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.stage_runner.is_last and self.stage_epoch == self.stage.epochs
+    def placed(self, decision: Decision) -> Decision:
+        """Return a vote of this part with its step and epoch in the run."""
+        step, epoch = self.opened.first_step, self.opened.first_epoch
+        return replace(decision, step=step + decision.step, epoch=epoch + decision.epoch)
+
+    def _placed(self, move: Move) -> Move:
+        first_epoch, first_step = self.opened.first_epoch, self.opened.first_step
+        return Move(first_epoch + move.epoch, first_step + move.step, self._shown(move.cut))
+
+    def _shown(self, cut: int) -> int:
+        """Return a cut in blocks of the model, all but one of which are features of a fitted head."""
+        return len(self.block_names) - 1 if self.opened.part.solves else cut
+
+
+def joined(earlier: Report, later: Report) -> Report:
+    """Return one report of two parts of a run: bytes, rows and seconds add up, and so does the cut's history."""
+    if not earlier:
+        return later
+    before, after = earlier["cache"], later["cache"]
+    summed = {key: value + after[key] for key, value in before.items() if key not in ("mode", "exact")}
+    return {
+        **earlier,
+        **later,
+        "allreduce_bytes": earlier["allreduce_bytes"] + later["allreduce_bytes"],
+        "other_collective_bytes": earlier["other_collective_bytes"] + later["other_collective_bytes"],
+        "cut_history": [*earlier["cut_history"], *later["cut_history"]],
+        "cache": {"mode": before["mode"], "exact": before["exact"] and after["exact"], **summed},
+    }

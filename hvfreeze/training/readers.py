@@ -16,7 +16,6 @@ from hvfreeze.config.rules import parse_mlp
 from hvfreeze.config.tree import Config, flat, leaves, to_dict
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA
-from hvfreeze.training.stages import Stage
 from hvfreeze.wording import plural
 
 BY_BATCH = ("shared-trunk", "local-critics", "stale-ring")
@@ -27,6 +26,26 @@ WHOLE_MODELS = ("replicas", "local-sgd")
 """Strategies whose ranks have the whole model, and use its blocks only where some are frozen."""
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A kind of work that a run may come to."""
+
+    config: Config
+    steps: int = 0
+    """Optimizer steps, about; 0 where a head is fitted."""
+    steps_per_epoch: int = 1
+
+    @property
+    def solves(self) -> bool:
+        """Whether a head is fitted."""
+        return self.config.head.solved
+
+    @property
+    def epochs(self) -> int:
+        """Epochs, the last perhaps cut short."""
+        return -(-self.steps // self.steps_per_epoch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a run is going to do, as far as settings may have an effect on it."""
@@ -35,8 +54,8 @@ class Plan:
     """The run's, resolved."""
     asked: Config
     """As the user gave it."""
-    stages: Sequence[Stage]
-    """As they are planned at the start."""
+    parts: Sequence[Stretch]
+    """What it may come to."""
     ranks: int
     replicas: int
     """Which share the samples."""
@@ -52,25 +71,21 @@ class Plan:
     """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not frozen from the start on has BatchNorm."""
-    stopped: str = ""
-    """Why stages were dropped that had been planned."""
 
     @property
-    def trained(self) -> list[Stage]:
-        """The stages that make optimizer steps."""
-        return [stage for stage in self.stages if stage.steps and not stage.solves]
+    def trained(self) -> list[Stretch]:
+        """What makes optimizer steps."""
+        return [part for part in self.parts if not part.solves]
 
     @property
-    def solved(self) -> list[Stage]:
-        """The stages that solve the head."""
-        return [stage for stage in self.stages if stage.steps and stage.solves]
+    def solved(self) -> list[Stretch]:
+        """What fits a head."""
+        return [part for part in self.parts if part.solves]
 
     @property
     def solves_alone(self) -> str:
         """Why nothing is trained."""
         config = self.config
-        if self.stopped:
-            return self.stopped
         if not config.freeze.auto:
             return "the head is solved, and no step of training is made"
         timed = config.run.budget_seconds() is not None
@@ -79,9 +94,9 @@ class Plan:
 
     @property
     def evaluations(self) -> int:
-        """How many there are, where one stage is all."""
-        (stage,) = self.stages
-        epochs = stage.epochs
+        """How many there are, where one part is all."""
+        (part,) = self.parts
+        epochs = max(1, part.epochs)
         return sum(epoch == epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(epochs))
 
 
@@ -137,7 +152,7 @@ def views(plan: Plan, value: str) -> Found:
 
 def drawn_views(plan: Plan, value: str) -> Found:
     """Look for views that are drawn by --recipe."""
-    drawn = (stage.config.data for stage in plan.stages if stage.steps)
+    drawn = (part.config.data for part in plan.parts)
     is_drawn = any(data.augment != "none" and data.recipe == value for data in drawn)
     return unless(is_drawn, "no view is drawn: every sample is shown as it is")
 
@@ -151,8 +166,8 @@ def has_trunk(config: Config) -> bool:
 def cuts(plan: Plan, value: Any) -> Found:
     """Look for a place at which the model is cut into blocks."""
     config = plan.config
-    frozen = any(stage.config.freeze.freeze != "none" or stage.config.freeze.shadow_names() for stage in plan.trained)
-    read = any(stage.config.head.head == "multi-level" for stage in plan.solved)
+    frozen = any(part.config.freeze.freeze != "none" or part.config.freeze.shadow_names() for part in plan.trained)
+    read = any(part.config.head.head == "multi-level" for part in plan.solved)
     # The last block is what has the head's own rate.
     read = read or (bool(plan.trained) and config.optimizer.head_rates() is not None)
     strategy = config.strategy.strategy
@@ -164,7 +179,7 @@ def mirror_images(plan: Plan, value: Any) -> Found:
     """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
     if not plan.flips:
         return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
-    drawn = any(stage.config.data.augment != "none" for stage in plan.trained)
+    drawn = any(part.config.data.augment != "none" for part in plan.trained)
     return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
 
 
@@ -182,7 +197,7 @@ def background(plan: Plan, value: str) -> Found:
 
 def warmup(plan: Plan, value: int) -> Found:
     """Look for steps enough for a warm-up to end."""
-    made = max(stage.steps for stage in plan.trained)
+    made = max(part.steps for part in plan.trained)
     return unless(
         value <= made, InPart(f"training has {plural(made, 'step')}, and ends at {made / max(value, 1):.2g} of --lr")
     )
@@ -198,7 +213,7 @@ def norms(plan: Plan, value: str) -> Found:
 
 def exchange(plan: Plan, value: str) -> Found:
     """Look for gradients that travel, and so many that they are compressed."""
-    made = max(stage.steps for stage in plan.trained)
+    made = max(part.steps for part in plan.trained)
     begins = value.startswith(("powersgd", "auto"))
     enough = unless(
         not begins or made > UNCOMPRESSED_STEPS, f"it begins after {UNCOMPRESSED_STEPS} steps, and training has {made}"
@@ -213,23 +228,23 @@ def scored(plan: Plan, *, shadows: bool) -> Found:
         return plan.solves_alone
     if config.strategy.strategy == "shared-trunk":
         return "the trunk of --strategy shared-trunk is frozen from the start"
-    stages = [stage for stage in plan.trained if stage.config.freeze.votes]
-    stages += [stage for stage in plan.trained if shadows and stage.config.freeze.shadow_names()]
-    if not stages:
+    parts = [part for part in plan.trained if part.config.freeze.votes]
+    parts += [part for part in plan.trained if shadows and part.config.freeze.shadow_names()]
+    if not parts:
         return "nothing is voted on: " + (
             "--auto-without leaves votes out" if config.freeze.auto else f"--freeze is {config.freeze.freeze}"
         )
-    found = [(first_vote(stage), stage.steps) for stage in stages]
+    found = [(first_vote(part), part.steps) for part in parts]
     first, made = found[0]
     late = f"no vote is held: the first would be after step {first}, and training has {made}; "
     late += "lower --freeze-warmup or --interval, or raise --epochs"
     return unless(any(first < made for first, made in found), late)
 
 
-def first_vote(stage: Stage) -> int:
-    """Return the step after which a stage's first vote is due."""
+def first_vote(part: Stretch) -> int:
+    """Return the step after which the first vote is due."""
     cadence = Cadence.of(
-        stage.config.freeze, steps_per_epoch=stage.steps_per_epoch, num_epochs=stage.config.optimizer.epochs
+        part.config.freeze, steps_per_epoch=part.steps_per_epoch, num_epochs=part.config.optimizer.epochs
     )
     return cadence.first_vote
 
@@ -237,7 +252,7 @@ def first_vote(stage: Stage) -> int:
 def cadence(plan: Plan, value: int) -> Found:
     """Look for votes, which may be too late to be held."""
     why = scored(plan, shadows=True)
-    asked = any(stage.config.freeze.votes or stage.config.freeze.shadow_names() for stage in plan.trained)
+    asked = any(part.config.freeze.votes or part.config.freeze.shadow_names() for part in plan.trained)
     return InPart(why) if why and asked else why
 
 
@@ -248,14 +263,14 @@ def criteria(plan: Plan, value: Any) -> Found:
 
 def shadows(plan: Plan, value: str) -> Found:
     """Look for criteria beside the one that decides."""
-    decides = {stage.config.freeze.freeze for stage in plan.trained}
+    decides = {part.config.freeze.freeze for part in plan.trained}
     others = set(value.split(",")) - decides
     return criteria(plan, value) or unless(bool(others) or value == "none", f"{value} decides, and is logged as that")
 
 
 def gradients(plan: Plan, value: Any) -> Found:
     """Look for a criterion that looks at the norms of gradients."""
-    settings = [stage.config.freeze for stage in plan.trained]
+    settings = [part.config.freeze for part in plan.trained]
     asked = {name for each in settings for name in (each.freeze, *each.shadow_names())}
     watched = any(name in CRITERIA and CRITERIA[name].watches == "norms" for name in asked)
     return criteria(plan, value) or unless(watched, "no criterion of the run looks at the norms of gradients")
@@ -263,7 +278,7 @@ def gradients(plan: Plan, value: Any) -> Found:
 
 def gains(plan: Plan, value: Any) -> Found:
     """Look for a criterion that compares what blocks gain."""
-    asked = {name for stage in plan.trained for name in stage.config.freeze.criteria()}
+    asked = {name for part in plan.trained for name in part.config.freeze.criteria()}
     return criteria(plan, value) or unless("coherence" in asked, "no criterion of the run looks at what blocks gain")
 
 
@@ -276,7 +291,7 @@ def observed(plan: Plan, value: Any) -> Found:
 
 
 def tuning(plan: Plan, value: Any) -> Found:
-    """Look for the stage of --freeze auto in which blocks are tuned."""
+    """Look for a fine-tuning of --freeze auto."""
     return unless(bool(plan.trained) or value == "none", plan.solves_alone)
 
 
@@ -287,13 +302,13 @@ def cached_rows(plan: Plan, value: Any) -> Found:
     config, why = plan.config, "no block is ever frozen whose output could be kept"
     if config.data.shuffle == "global" and not config.cache.cache_shared and plan.replicas > 1:
         return "with --shuffle global ranks meet each other's samples, and rows are not shared: pass --cache-shared"
-    for stage in (stage for stage in plan.stages if stage.steps):
-        freeze = stage.config.freeze
-        if not stage.config.data.cacheable():
+    for part in plan.parts:
+        freeze = part.config.freeze
+        if not part.config.data.cacheable():
             why = "with --augment fresh no view comes again"
         else:
-            frozen = freeze.cut or (freeze.votes and first_vote(stage) < stage.steps)
-            if stage.solves or has_trunk(config) or frozen:
+            frozen = freeze.cut or (freeze.votes and first_vote(part) < part.steps)
+            if part.solves or has_trunk(config) or frozen:
                 return None
     return why
 
@@ -317,8 +332,8 @@ def redealing(plan: Plan, value: str) -> Found:
 
 def optional_evaluations(plan: Plan, value: Any) -> Found:
     """Look for epochs after which an evaluation may be left out."""
-    always = sum(not stage.is_followed for stage in plan.trained)
-    return unless(sum(stage.epochs for stage in plan.trained) > always, "every epoch is evaluated that there is")
+    always = 0 if plan.config.freeze.auto else 1
+    return unless(sum(part.epochs for part in plan.trained) > always, "every epoch is evaluated that there is")
 
 
 def patience(plan: Plan, value: int) -> Found:
@@ -360,13 +375,13 @@ READERS: dict[str, Reader] = {
         value <= plan.side, InPart(f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped")
     ),
     "kernel": lambda plan, value: unless(
-        any(stage.config.head.head_fit == "kernel" for stage in plan.solved),
+        any(part.config.head.head_fit == "kernel" for part in plan.solved),
         "no head compares samples, as with --head-fit kernel or --freeze auto",
     ),
     "line": line,
     "mirror-images": mirror_images,
     "multi-level": lambda plan, value: unless(
-        any(stage.config.head.head == "multi-level" for stage in plan.solved),
+        any(part.config.head.head == "multi-level" for part in plan.solved),
         "no head reads every block's map, as --head multi-level does",
     ),
     "norms": norms,

@@ -16,26 +16,28 @@ from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import TEXT
 from hvfreeze.config.tree import Config
+from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
+from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.files import publish, publishing
+from hvfreeze.runs.progress import Curves, Progress
 from hvfreeze.runs.reading import SUMMARY, read_config, read_object
 from hvfreeze.runs.record import finite
 from hvfreeze.strategies.base import WholeModel
-from hvfreeze.training.auto import report_of_stages
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
-from hvfreeze.training.checkpoint import directory_of, restore, save
-from hvfreeze.training.checkpoint_file import newest
+from hvfreeze.training.checkpoint import directory_of, finish_saving, restore
 from hvfreeze.training.evaluation import balance_of, by_model, mean
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import own_part, train_balance, train_stages
-from hvfreeze.training.progress import Curves, Progress
+from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
+from hvfreeze.training.recipes import plain, recipe_of
+from hvfreeze.training.verbs import Run
 from hvfreeze.wording import plural
 
 
@@ -83,11 +85,14 @@ def run(
 
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
-    """Go on from the newest checkpoint or start, train to the end, and return the summary; see `run`. Collective."""
+    """Go on from the newest checkpoint or start, follow the recipe to its end, and return the summary. Collective.
+
+    For `asked` see `run`.
+    """
     world, resumes = job.world, job.config.run.resume
     wrote = restore(job) if resumes else None
     done = finished(job, has_state=wrote is not None) if resumes else None
-    job.progress = Progress(job.logger, job.total_steps, done=job.step)
+    job.progress = Progress(job.logger, done=job.step)
     try:
         if done is not None:
             job.logger.info(f"{job.directory} is complete; nothing to do")
@@ -98,15 +103,19 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
             world, lambda: Curves(job.directory / "tensorboard", step=job.step) if draws else None, name="curves"
         )
         introduce(job, resumed=wrote is not None)
-        if wrote not in (None, world.size):
-            # At once, in place of those that count other steps: the newest is found by its number of steps.
-            save(job, settled=True, alone=True)
-        train_stages(job, asked=asked)
+        with leaving_on_signal(job):
+            job.asked_to_leave = job.asked_to_leave or bool(asked)
+            job.clock.restart()
+            verbs = Run(job)
+            recipe_of(job.config)(verbs)
+            verbs.load()
+            with job.clock.within("checkpoint"):
+                finish_saving(job)
     finally:
         job.progress.close()
         if job.curves is not None:
             job.curves.close()
-        job.strategy.close()
+        job.opened.model.close()
         if job.saving is not None:
             job.saving.let_go()
     return conclude(job)
@@ -144,11 +153,8 @@ def introduce(job: Job, *, resumed: bool) -> None:
     )
     for note in job.notes:
         say(f"note: {note}")
-    if job.budget is not None and not resumed:
-        for line in job.budget.describe():
-            say(line)
     if resumed:
-        say(f"resumed after step {job.step} of {job.total_steps}, cut {job.stage_runner.cut}")
+        say(f"resumed after step {job.step}")
 
 
 def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
@@ -166,26 +172,28 @@ def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
         if not has_state and before != epochs:
             raise RefusedError(
                 f"the run in {job.directory} has ended, and there is no checkpoint from which it could go on to "
-                f"--epochs ({epochs}); put its checkpoints back, or start anew in another --run-dir"
+                f"--epochs ({epochs}); put its checkpoints back, or start from scratch in another --run-dir"
             )
-        ended = job.ended or out_of_patience(job) or not has_state
-        return read_object(path, SUMMARY) if ended else None
+        done = read_object(path, SUMMARY)
+        # A checkpoint of the run's end may have been removed, and plain training may be continued.
+        is_plain = recipe_of(job.config) is plain
+        at_end = job.journal.has_ended("tune" if is_plain else "finish")
+        longer = is_plain and job.budget.seconds is None and job.epochs_done < epochs and not out_of_patience(job)
+        return done if not has_state or (at_end and not longer) else None
 
     return job.world.broadcast_object(raise_on_all_ranks(job.world, read, name="summary.read"), name="finished")
 
 
 def conclude(job: Job) -> dict[str, Any]:
     """Check that ranks agree, keep the models and write the summary. Collective."""
-    job.strategy.settle()
+    job.opened.model.settle()
     # Not training, in which the clock would have it.
     with job.clock.within("checkpoint"):
-        digest = job.strategy.check(step=job.step)
+        digest = job.opened.model.check(step=job.step)
         export(job, digest=digest)
     seconds = job.clock.read()
     spent = train_seconds(seconds)
-    report = job.stage_runner.report()
-    if job.config.freeze.auto:
-        report |= report_of_stages(job)
+    report = job.report()
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
@@ -197,10 +205,10 @@ def conclude(job: Job) -> dict[str, Any]:
         "train_seconds": spent,
         "seconds": seconds,
         "cpu_seconds": job.clock.processor_seconds(),
-        "images_per_second": job.images(job.step) / max(spent, 1e-9),
+        "images_per_second": (job.images + job.images_of(job.part_step)) / max(spent, 1e-9),
         "allreduce_bytes": report["allreduce_bytes"],
         "other_collective_bytes": report["other_collective_bytes"],
-        "final_cut": job.stage_runner.cut,
+        "final_cut": job.cut,
         "cut_history": [list(move) for move in report["cut_history"]],
         "cache": report["cache"],
         "parameter_digest": digest,
@@ -210,28 +218,42 @@ def conclude(job: Job) -> dict[str, Any]:
         summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
     if job.conflict is not None:
         summary["trained_in_two_classes"] = {"found": job.conflict.found, "looked_at": job.conflict.looked_at}
-    if job.mirror is not None:
-        summary["mirror"] = job.mirror.describe() | {"taken": job.stage_runner.mirror != "off"}
-    if job.budget is not None:
-        summary |= job.budget.report()
+    if job.flip_trial is not None:
+        summary["mirror"] = job.flip_trial.describe() | {"taken": job.flips != "off"}
+    if job.budget.seconds is not None:
+        summary["time_budget"] = {"seconds": job.budget.seconds, "spent": job.budget.elapsed()}
+    if job.config.head.solved:
+        summary["verbs"] = [
+            {"verb": entry.verb, "value": entry.value} for entry in job.journal.ended if entry.value is not None
+        ]
+        summary["head"] = report.get("head") if job.opened.part.solves else None
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     if job.config.data.data == TEXT and job.last_scores:
         found = per_character(mean(job.last_scores).loss)
         summary |= {f"test_{name}": value for name, value in found.items()}
-    summary |= own_part(report, summary) | by_model(job.strategy.models, test=job.last_scores)
+    summary |= own_part(report, summary) | by_model(job.opened.model.models, test=job.last_scores)
     summary = job.world.broadcast_object(finite(summary), name="summary")
     raise_on_all_ranks(job.world, lambda: job.record.summary(summary), name="summary.write")
+    if job.config.freeze.auto:
+        tell_end(job, summary)
     return summary
+
+
+def tell_end(job: Job, summary: dict[str, Any]) -> None:
+    """Log what the run has come to, and how to use it."""
+    balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
+    shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
+    job.logger.info(f"result: test accuracy {shown}, training {summary['train_seconds']:.0f} s")
+    job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 
 def export(job: Job, *, digest: str) -> None:
     """Write each trained model, as it is or was best, as a state_dict, with its card. Collective."""
     kept = job.best if job.config.run.keep == "best" else {}
-    # The head of the stage that is open, whose model this is: stages behind it may have been planned and not made.
-    opened = job.stage_runner.opened.chain.model
+    opened = job.opened.chain.model
     reads_mirrored = isinstance(opened, MultiLevelClassifier) and opened.reads_mirrored
-    head = head_named(job.stage.config.head, reads_mirrored=reads_mirrored)
+    head = head_named(job.opened.part.settings.head, reads_mirrored=reads_mirrored)
     done = replace(job.card, head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
 
     def write(model: WholeModel) -> None:
@@ -260,5 +282,5 @@ def export(job: Job, *, digest: str) -> None:
             card = replace(card, sha256=sha256_of(path), classes=classes, exits=model.exits)
             write_card(path.with_name(f"{model.name}.yaml"), card)
 
-    for model in job.strategy.whole_models():
+    for model in job.opened.model.whole_models():
         raise_on_all_ranks(job.world, partial(write, model), name="export")

@@ -1,4 +1,4 @@
-"""A stage made ready: its model, the samples that it sees, and its strategy."""
+"""What a verb works on, made ready: the model, the samples that it sees, and its strategy."""
 
 from __future__ import annotations
 
@@ -6,38 +6,41 @@ import importlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import ModelConfig, StrategyConfig
+from hvfreeze.config.sections import HeadConfig, ModelConfig
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus, TrainFeed, augment_of, rows_at_once
+from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.views import Augment, Statistics, seen_shape
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import release_model
+from hvfreeze.heads.features import before_last_layer, every_block
+from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.heads.multilevel import solvable_chain
+from hvfreeze.heads.probe import HeldOut, Probe, seen_by
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats, timm_statistics
 from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.model.segments import work_of
 from hvfreeze.model.weight_names import entry_of_file, find_entry
 from hvfreeze.model.weights import statistics_of_entry
-from hvfreeze.strategies.base import BuildContext, Strategy
-from hvfreeze.training.guard import HeldOut
-from hvfreeze.training.stages import Opened, Stage, single_stage
-from hvfreeze.training.trial import Judge, seen_by
+from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
+from hvfreeze.strategies.choices import CHOICES
+from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
+from hvfreeze.training.budget import Work
 from hvfreeze.user_code import TIMM
 from hvfreeze.wording import plural
 
@@ -208,155 +211,140 @@ def statistics_in(configuration: Any) -> Statistics | None:
     return (mean, std) if min(std) > 0 else None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What must be known of a strategy before it is opened."""
-
-    builder: str
-    """module:function, imported when it is asked for: (context, configuration) -> strategy. A collective."""
-    ranks_per_replica: Callable[[StrategyConfig, World], int]
-    """How many neighbouring ranks work on one batch together, as one replica: a divisor of the number of ranks."""
-    reads_images: Callable[[StrategyConfig, int], bool] = lambda settings, place: True
-    """Whether the rank at this place in its replica is the one, or one of those, that keep pixels in memory."""
-    takes_any: bool = False
-    """Whether its batches that train nothing may have more samples than those that train."""
-
-
-CHOICES = {
-    "replicas": Choice(
-        "hvfreeze.strategies.data_parallel:open_data_parallel", lambda settings, world: 1, takes_any=True
-    ),
-    "shared-trunk": Choice(
-        "hvfreeze.strategies.shared_trunk.build:open_shared_trunk",
-        lambda settings, world: world.size,
-        lambda settings, place: place == 0 or settings.trunk == "whole",
-    ),
-    "grid": Choice(
-        "hvfreeze.strategies.grid.build:open_grid",
-        lambda settings, world: settings.grid_parts(world.size),
-        lambda settings, place: place == 0 or settings.redeals,
-    ),
-    "local-sgd": Choice("hvfreeze.strategies.local_sgd:open_local_sgd", lambda settings, world: 1, takes_any=True),
-    "stale-ring": Choice(
-        "hvfreeze.strategies.stale_ring.build:open_stale_ring",
-        lambda settings, world: settings.ring_parts(world.size) - 1,
-        lambda settings, place: place == 0,
-    ),
-    "local-critics": Choice(
-        "hvfreeze.strategies.local_critics.build:open_local_critics",
-        lambda settings, world: world.size,
-        lambda settings, place: place == 0,
-    ),
-    "subnets": Choice("hvfreeze.strategies.subnets.strategy:open_subnets", lambda settings, world: 1, takes_any=True),
-}
-
-
-def replicas_of(world: World, settings: StrategyConfig) -> int:
-    """Return how many replicas the ranks form: each has its own share of the samples.
-
-    Raises:
-        UsageError: the number of ranks does not fit --parts or --replicas.
-    """
-    return world.size // CHOICES[settings.strategy].ranks_per_replica(settings, world)
-
-
-def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:
-    """Tell whether a rank reads images in every epoch, and should keep their pixels where there is room."""
-    choice = CHOICES[settings.strategy]
-    return choice.reads_images(settings, rank % choice.ranks_per_replica(settings, world))
-
-
-def rows_evaluated(config: Config, shape: Sequence[int]) -> int:
-    """Return how many samples, of `shape` as the model sees them, a batch that trains nothing has."""
-    batch_size = config.optimizer.batch_size
-    return rows_at_once(batch_size, shape) if CHOICES[config.strategy.strategy].takes_any else batch_size
-
-
 HELD_OUT = 0.1
-"""Part of the training samples that choose a solution's penalty, and that the guard judges by, before they are
-fitted too."""
+"""Part of the training samples that choose a fitted head's penalty and judge a fine-tuned model."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Settings, and which samples they see: a verb works on one part at a time."""
+
+    settings: Config
+    holds_out: bool = False
+    """Whether held-out samples are left out of training."""
+
+    @property
+    def solves(self) -> bool:
+        """Whether the head is fitted, and nothing trained."""
+        return self.settings.head.solved
+
+
+@dataclass(eq=False)
+class Opened:
+    """A part that is open."""
+
+    part: Part
+    model: OpenModel
+    feed: TrainFeed
+    chain: Chain
+    length: Length
+    """What the strategy knows of how long it trains."""
+    steps: int = 0
+    """Optimizer steps that are to be made."""
+    first_step: int = 0
+    """Steps of the run before them."""
+    first_epoch: int = 0
+    """Epochs of the run before them."""
+    is_used: bool = False
+    """Whether a verb has begun to work on it."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """What trains the model."""
+        return cast(Strategy, self.model)
+
+    @property
+    def fitted(self) -> FittedHead:
+        """What fits the head."""
+        assert isinstance(self.model, FittedHead), "no head is fitted in this part"
+        return self.model
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return self.part.settings.optimizer.steps_per_epoch(self.feed.plan.batches_per_epoch)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs, the last perhaps cut short."""
+        return -(-self.steps // self.steps_per_epoch)
+
+    def plan(self, steps: int) -> None:
+        """Let the training last so many steps; the strategy learns of it. Equal on all ranks."""
+        self.steps, self.length.epochs = steps, max(1, -(-steps // self.steps_per_epoch))
 
 
 @dataclass(frozen=True, eq=False)
-class StageFactory:
-    """Opens stages of one run, one at a time.
+class Factory:
+    """Opens the parts of one run, one at a time.
 
     Attributes:
         context: of the run; the chain is the model's own, the feed that of all samples.
-        config: the run's.
         blueprint: what the chain was built from.
-        trainable: the parameters that no one had frozen when the run began; the others stay as they are in all stages.
+        trainable: the parameters that no one had frozen when the run began; the others stay as they are in all parts.
+        asked_mirror: --mirror.
     """
 
     context: BuildContext
-    config: Config
     blueprint: Blueprint
     trainable: frozenset[nn.Parameter]
+    asked_mirror: str = "auto"
 
-    def open(self, stage: Stage) -> Opened:
-        """Open a stage; what another stage has frozen trains again. Collective.
+    def open(self, part: Part) -> Opened:
+        """Open a part; what another one has frozen trains again. Collective.
 
         Raises:
-            UsageError: the stage's settings do not fit the model or the world; on all ranks.
+            UsageError: the settings do not fit the model or the world; on all ranks.
         """
-        given = self.context
+        given, settings = self.context, part.settings
         release_model(given.chain.model, self.trainable)
-        chain, feed = raise_on_all_ranks(given.world, lambda: (self.chain(stage), self.feed(stage)), name="stage")
+        chain, feed = raise_on_all_ranks(given.world, lambda: (self.chain(settings), self.feed(part)), name="part")
         corpus = replace(given.corpus, plan=feed.plan)
-        length = Length(stage.config.optimizer.epochs)
+        length = Length(settings.optimizer.epochs)
         context = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
-        module, _, function = CHOICES[stage.config.strategy.strategy].builder.partition(":")
-        strategy: Strategy = getattr(importlib.import_module(module), function)(context, stage.config)
-        return Opened(strategy, feed, chain, length)
-
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the one stage of a run, with the steps that --epochs gives it, or one epoch's under a time budget."""
-        config, solved = self.config, self.config.head.solved
-        if solved:
-            self.check_held_out()
-        timed = config.run.budget_seconds() is not None
-        batches = self.context.feed.plan.batches_per_epoch
-        epochs = 1 if timed and not solved else config.optimizer.epochs
-        return (single_stage(config, batches_per_epoch=batches, epochs=epochs),)
+        if part.solves:
+            return Opened(part, open_fitted_head(context, settings), feed, chain, length)
+        module, _, function = CHOICES[settings.strategy.strategy].builder.partition(":")
+        strategy: Strategy = getattr(importlib.import_module(module), function)(context, settings)
+        return Opened(part, strategy, feed, chain, length)
 
     def rows(self, config: Config) -> int:
         """Return how many views of samples a head is fitted to, on all ranks."""
         return self.context.feed.plan.samples * max(1, self.augment(config).num_views)
 
-    def chain(self, stage: Stage) -> Chain:
-        """Return the chain that a stage works on."""
-        chain, head = self.context.chain, stage.config.head
+    def chain(self, settings: Config) -> Chain:
+        """Return the chain that a part works on."""
+        chain, head = self.context.chain, settings.head
         if not head.solved:
             return chain
-        blueprint = self.blueprint
         return solvable_chain(
             chain,
             head,
-            classes=blueprint.classes,
-            example=torch.zeros(2, *blueprint.image_shape),
-            reads_mirrored=self.reads_mirrored(stage.config),
+            classes=self.blueprint.classes,
+            example=torch.zeros(2, *self.blueprint.image_shape),
+            reads_mirrored=self.reads_mirrored(settings),
         )
 
-    def feed(self, stage: Stage) -> TrainFeed:
-        """Return the samples that a stage sees."""
-        feed = self.context.feed
-        without = feed.held_out(HELD_OUT) if stage.guarded else None
-        feed = feed.shown(self.augment(stage.config), mirrors=self.mirrors(stage.config), without=without)
-        return replace(feed, plan=feed.plan.in_batches(stage.config.optimizer.batch_size))
+    def feed(self, part: Part) -> TrainFeed:
+        """Return the samples that a part sees."""
+        feed, settings = self.context.feed, part.settings
+        without = feed.held_out(HELD_OUT) if part.holds_out else None
+        feed = feed.shown(self.augment(settings), mirrors=self.mirrors(settings), without=without)
+        return replace(feed, plan=feed.plan.in_batches(settings.optimizer.batch_size))
 
     def augment(self, config: Config) -> Augment:
         """Return the views that the settings ask for."""
         return augment_of(config.data, solved=config.head.solved, mirrors=self.mirrors(config))
 
     def mirrors(self, config: Config) -> bool:
-        """Tell whether the settings ask for mirror images of these samples."""
+        """Tell whether the settings ask for flips of these samples."""
         return config.data.mirrors(self.context.corpus.train.flips)
 
     def reads_mirrored(self, config: Config) -> bool:
-        """Tell whether a head that is solved with the settings looks at images and mirror images together."""
+        """Tell whether a head that is fitted with the settings averages an image with its flip."""
         return self.mirrors(config) and config.data.mirror == "mean"
 
-    def check_held_out(self) -> None:
+    def check_held_out(self, head_fit: str) -> None:
         """Raise UsageError where there are too few samples to choose a penalty by."""
         feed = self.context.feed
         try:
@@ -364,47 +352,88 @@ class StageFactory:
         except UsageError as error:
             fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
             raise UsageError(
-                f"--head-fit ({self.config.head.head_fit}, as with --freeze auto) cannot choose a penalty from "
+                f"--head-fit ({head_fit}, as with --freeze auto) cannot choose a penalty from "
                 f"{plural(feed.plan.samples, 'training sample')}: a tenth of them, but never a class's only one, is "
                 f"held out for that, and here that is none; give {fewest} or more, two of a class among them, or "
                 "pass --head-fit sgd and another --freeze"
             ) from error
 
-    def held_out(self, stage: Stage) -> HeldOut:
-        """Return this replica's samples that guarded stages leave out, in the views of `stage`, which solves."""
-        feed = self.feed(stage)
+    def held_out(self, solving: Config) -> HeldOut:
+        """Return this replica's held-out samples, in the views that a head is fitted to."""
+        feed = self.feed(Part(solving))
         return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
 
-    def judge(self, stages: Sequence[Stage]) -> Judge:
-        """Return what judges a trial of tuning; `stages` solve a head and tune."""
-        solving, tuning = (next(stage for stage in stages if stage.solves == solves) for solves in (True, False))
-        if tuning.config.data.mirror == "off":
-            # Heads are fitted to the samples that blocks are tuned on; held-out ones are seen like these.
-            solving = replace(solving, config=without_mirror(solving.config))
-        feed, config = self.feed(solving), self.config
-        assert isinstance(feed.images, Images), "a text has no head to solve"
-        seen = seen_by(feed.plan.samples, in_haste=any(stage.is_in_haste for stage in stages))
+    def probe(self, solving: Config, tuning: Config) -> Probe:
+        """Return what probes how good the features are, before and after a tuning with these settings."""
+        feed = self.feed(Part(solving))
+        assert isinstance(feed.images, Images), "a text has no head to fit"
+        seen = seen_by(feed.plan.samples)
         most = max(1, seen[1] // feed.plan.replicas)
-        return Judge(
-            feed=self.feed(tuning),
+        return Probe(
+            feed=self.feed(Part(tuning, holds_out=True)),
             images=feed.images,
             held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
             seen=seen,
-            learned_from=(tuning.config.freeze.cut or 0) if tuning.config.freeze.statistics == "batch" else None,
-            pool=config.head.pool,
-            precision=config.optimizer.precision,
+            learned_from=(tuning.freeze.cut or 0) if tuning.freeze.statistics == "batch" else None,
+            pool=solving.head.pool,
+            precision=solving.optimizer.precision,
             world=self.context.world,
         )
 
-    def guarded_batches(self) -> int:
-        """Return the batches of an epoch without the samples that are held out, 0 where they fill none."""
+    def can_hold_out(self) -> bool:
+        """Tell whether the network ends in a linear layer, and samples that are not held out fill a batch."""
         feed = self.context.feed
         try:
-            return feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch
+            before_last_layer(self.context.chain)
+            return feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch > 0
         except UsageError:
-            return 0
+            return False
+
+    def with_affordable_flips(self, settings: Config) -> Config:
+        """Return the settings; with rows too many to be compared with each other, a head averages images with flips.
+
+        Unless --mirror says otherwise: with the same number of comparisons, more samples tell more than their flips do.
+        """
+        many = settings.head.head_fit == "kernel" and settings.head.centres is None
+        if self.asked_mirror != "auto" or not (many and self.mirrors(settings)):
+            return settings
+        rows = self.context.feed.plan.samples * max(1, self.augment(settings).num_views)
+        return replace(settings, data=replace(settings.data, mirror="mean")) if rows > ALL_COMPARED else settings
+
+    def work(self, settings: Config, *, cut: int, evaluated: int) -> Work:
+        """Return the table of work of a run, whose head is fitted with these settings, and tuned behind `cut`.
+
+        `evaluated` are the samples of this replica's evaluations.
+
+        Raises:
+            UsageError: --cut is deeper than the model.
+        """
+        chain, plan = self.context.chain, self.context.feed.plan
+        if not settings.head.solved:
+            return Work(evaluated=evaluated)
+        example = torch.zeros(1, *self.blueprint.image_shape)
+        operations, rows, kernel = work_of(chain, example), self.rows(settings), None
+        if cut >= len(operations):
+            raise UsageError(f"--cut ({cut}) must be in 0..{len(operations) - 1}: the head is never frozen")
+        if settings.head.head_fit == "kernel":
+            kernel = (features_of(chain, settings.head, example), centres_for(rows, settings.head.centres))
+        held_out = int(self.context.feed.held_out(HELD_OUT).sum()) * max(1, self.augment(settings).num_views)
+        return Work(
+            forward=sum(operations),
+            parameters=sum(parameter.numel() for parameter in chain.model.parameters()),
+            frozen=sum(operations[:cut]) / max(1, sum(operations)),
+            evaluated=evaluated,
+            held_out=held_out / plan.replicas,
+            rows=rows / plan.replicas,
+            looks=2 if self.reads_mirrored(settings) else 1,
+            kernel=kernel,
+            probed=min(plan.samples, sum(seen_by(plan.samples))) / plan.replicas,
+        )
 
 
-def without_mirror(config: Config) -> Config:
-    """Return the settings without mirror images."""
-    return replace(config, data=replace(config.data, mirror="off"))
+def features_of(chain: Chain, settings: HeadConfig, example: Tensor) -> int:
+    """Return how many features of an image a fitted head takes; of `example`, (1, ...), only the shape counts."""
+    if settings.head != "multi-level":
+        return before_last_layer(chain)[1].in_features
+    with in_evaluation(chain.model), torch.no_grad():
+        return every_block(chain, pool=settings.pool, example=example)(example).shape[1]

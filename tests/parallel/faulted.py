@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.mpirun import TIMED_OUT, Result, mpirun
 from tests.program import Outcome
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.faulted import (
     FAULTY,
     TRAINING,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.mpirun import OUT_VARIABLE, ROOT, command_of, end_all, environment, processes_of
 from tests.parallel.nodes import wait_until
 from tests.parallel.sizes import seldom

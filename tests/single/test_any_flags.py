@@ -26,7 +26,6 @@ from hvfreeze.config.flags import configuration, flag_of
 from hvfreeze.config.tree import Config, leaves
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
-from hvfreeze.training import auto
 from hvfreeze.training.readers import READERS
 from tests.program import Outcome, call
 
@@ -336,15 +335,6 @@ def check(runs: Runs, *, examples: int) -> None:
     parser = Page()
     parser.feed((page / "index.html").read_text())
     assert {"table", "svg"} & set(parser.seen) and "html" in parser.seen
-
-
-def test_settings_of_tuning_that_the_first_solution_leaves_out_are_told(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auto, "least_wrong", lambda held_out: 2.0)
-    made = runs("--freeze", "auto", "--epochs", "3", "--momentum", "0.6", "--pool", "2")
-    assert "blocks are not tuned: fewer than" in made.notes
-    assert (told(made, "momentum"), told(made, "epochs"), told(made, "pool")) == ("no effect", "no effect", "")
 
 
 @pytest.mark.timeout(300)

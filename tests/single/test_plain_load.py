@@ -11,7 +11,7 @@ from hvfreeze import plain_load
 from hvfreeze.doctor import this_machine
 from hvfreeze.errors import RefusedError
 from hvfreeze.model.weights import read_weights
-from hvfreeze.training.checkpoint_file import packed, unpacked
+from hvfreeze.runs.checkpoint_file import packed, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,8 +24,8 @@ from hvfreeze.data.shards import apportion, plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.freezing.vote import ballot, deepest_supported, fixed_point
+from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.runs.reading import read_config, read_lines, read_object
-from hvfreeze.training import checkpoint_file as checkpoint
 from tests.single.cache.material import write_file
 from tests.single.training.forging import save_sections
 

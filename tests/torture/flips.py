@@ -16,7 +16,7 @@ import torch
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.errors import RefusedError
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.program import call
 from tests.torture.kills import TRAINING
 

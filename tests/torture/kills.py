@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.errors import HvfreezeError
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.mpirun import ROOT, end_all, environment, processes_of
 
 # Ten steps an epoch with two ranks; everything that a state may hold: cache, votes, an interval under way.

@@ -16,8 +16,8 @@ from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.inputs import STEPS_OF_CIFAR
 from hvfreeze.cache.file.format import Keys, pack_keys
 from hvfreeze.cache.index import RowIndex
+from hvfreeze.runs.checkpoint_file import packed
 from hvfreeze.runs.environment import source_digest
-from hvfreeze.training.checkpoint_file import packed
 from hvfreeze.training.job import Job
 
 IMAGES = 25_000

@@ -15,10 +15,10 @@ from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import open_record
+from hvfreeze.runs.progress import Progress
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.training.evaluation import Totals
 from hvfreeze.training.job import Job
-from hvfreeze.training.progress import Progress
 
 STEPS_OF_CIFAR = 195
 

@@ -13,9 +13,9 @@ from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import HvfreezeError, NumericsError
 from hvfreeze.model.early_exits import CRITICS
 from hvfreeze.model.model_sources import build_model
+from hvfreeze.runs.checkpoint_file import packed, unpacked
 from hvfreeze.strategies.base import State
 from hvfreeze.training.build import prepare
-from hvfreeze.training.checkpoint_file import packed, unpacked
 from hvfreeze.training.evaluation import evaluate
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run

@@ -28,8 +28,8 @@ from hvfreeze.data.cifar import ARCHIVES, read_archive
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.errors import RefusedError
+from hvfreeze.strategies.choices import replicas_of
 from hvfreeze.training import build, node_pixels
-from hvfreeze.training.stage_build import replicas_of
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
 

@@ -21,7 +21,7 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.heads.solution import Stop
 from hvfreeze.strategies import compression_choice
 from hvfreeze.strategies.compression_choice import CompressionTrial
-from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.strategies.fitted_head import FittedHead
 from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
@@ -89,9 +89,9 @@ def lines(directory: Path, name: str) -> list[dict[str, Any]]:
 
 def stopped_solving(runs: Runs, name: str, *, when: Callable[[int, str], bool], **changes: Any) -> None:
     """Make a run whose last rank is asked to leave `when` the solver's count of rows and note say so."""
-    solve = DataParallel.solve_head
+    solve = FittedHead.fit
 
-    def solve_head(self: DataParallel, *args: Any, stop: Stop, **rest: Any) -> Any:
+    def fit(self: FittedHead, *args: Any, stop: Stop, **rest: Any) -> Any:
         last = runs.world.rank == runs.world.size - 1
 
         def stopping(count: int, note: str = "") -> bool:
@@ -99,13 +99,13 @@ def stopped_solving(runs: Runs, name: str, *, when: Callable[[int, str], bool], 
 
         return solve(self, *args, stop=stopping, **rest)
 
-    DataParallel.solve_head = solve_head  # type: ignore[method-assign]
+    FittedHead.fit = fit  # type: ignore[method-assign]
     try:
         runs(name, **changes)
     except Preempted:
         return
     finally:
-        DataParallel.solve_head = solve  # type: ignore[method-assign]
+        FittedHead.fit = solve  # type: ignore[method-assign]
     raise AssertionError("the run was not stopped")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvfreeze.config.sections import OWN_FLAGS, STRATEGIES
-from hvfreeze.training.stage_build import CHOICES
+from hvfreeze.strategies.choices import CHOICES
 from tests.parallel.workers.contract import SETTINGS, UNFIT
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvfreeze.training.checkpoint_file import Saving
+from hvfreeze.runs.checkpoint_file import Saving
 
 
 def save_sections(directory: Path, sections: Sequence[Tensor], *, step: int) -> Path:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hvfreeze.errors import RefusedError
-from hvfreeze.training import checkpoint_file as checkpoint
+from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.mpirun import ROOT, environment
 from tests.single.training.forging import Evil, forged, save_sections
 

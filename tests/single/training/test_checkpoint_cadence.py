@@ -22,8 +22,6 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
         world=SoloWorld(),
         clock=SimpleNamespace(read=lambda: dict(seconds)),
         checkpoint_seconds=0.0,
-        stage=SimpleNamespace(solves=False),
-        total_steps=STEPS * EPOCHS,
     )
     written = []
     for job.step in range(1, STEPS * EPOCHS + 1):
@@ -31,16 +29,12 @@ def checkpoints(*, step_seconds: float, checkpoint_seconds: float, every: str = 
         job.at_epoch_end, job.epochs_done = job.step % STEPS == 0, job.step // STEPS
         # Evaluating takes as long as it takes: it is no training time.
         seconds["evaluate"] += 100.0 * job.at_epoch_end
-        if checkpoint.is_due(job):
+        is_last = job.step == STEPS * EPOCHS
+        if checkpoint.is_due_at_end(job, is_last=True) if is_last else checkpoint.is_due(job):
             written.append(job.step)
             seconds["checkpoint"] += checkpoint_seconds
             job.checkpoint_seconds = checkpoint_seconds
     return written, seconds["checkpoint"] / (seconds["forward"] + seconds["checkpoint"])
-
-
-@pytest.fixture(autouse=True)
-def without_early_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "out_of_patience", lambda job: False)
 
 
 def test_cheap_checkpoints_are_written_after_every_epoch_and_dear_ones_as_often_as_they_may() -> None:
@@ -60,34 +54,15 @@ def test_what_the_user_asks_for_is_done() -> None:
     assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15")[0] == [150, 300, 400]
 
 
-@pytest.mark.parametrize(
-    ("every", "expected"),
-    [
-        # Epochs of the run end after steps 7 (solved), 12, 17, 20 (cut short), 24, 28, 32 and 35 (solved).
-        ("1", [7, 12, 17, 20, 24, 28, 32, 35]),
-        ("2", [12, 20, 28, 35]),
-        ("3", [17, 28, 35]),
-        # A solution stands for many steps at once.
-        ("3s", [7, 9, 12, 15, 18, 21, 24, 27, 30, 35]),
-        ("8s", [8, 16, 24, 32, 35]),
-        ("0", []),
-    ],
-)
-def test_epochs_and_steps_are_the_runs_whatever_stages_it_has(every: str, expected: list[int]) -> None:
+@pytest.mark.parametrize("every", ["1", "3s", "auto", "0"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_verb_ends_with_a_checkpoint_where_there_are_any(every: str, is_last: bool) -> None:
+    seconds = {"forward": 1.0, "checkpoint": 0.0}
     job: Any = SimpleNamespace(
         config=SimpleNamespace(run=RunConfig(checkpoint_every=every)),
-        step=0,
-        epochs_done=0,
-        total_steps=35,
-        stage_runner=SimpleNamespace(first_step=0),
+        world=SoloWorld(),
+        clock=SimpleNamespace(read=lambda: dict(seconds)),
+        checkpoint_seconds=9.0,
     )
-    written = []
-    for solves, steps, per_epoch in ((True, 7, 7), (False, 13, 5), (False, 12, 4), (True, 3, 3)):
-        job.stage, job.stage_runner.first_step = SimpleNamespace(solves=solves), job.step
-        for made in [steps] if solves else range(1, steps + 1):
-            job.step = job.stage_runner.first_step + made
-            job.at_epoch_end = made % per_epoch == 0 or made == steps
-            job.epochs_done += job.at_epoch_end
-            if checkpoint.is_due(job):
-                written.append(job.step)
-    assert written == expected
+    expected = every != "0" and (is_last or every != "auto")
+    assert checkpoint.is_due_at_end(job, is_last=is_last) == expected, "with auto it would be too dear before the end"

@@ -39,7 +39,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     board: Any = types.ModuleType("torch.utils.tensorboard")
     board.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setattr("hvfreeze.training.progress.find_spec", lambda name: name)
+    monkeypatch.setattr("hvfreeze.runs.progress.find_spec", lambda name: name)
     monkeypatch.setattr(Writer, "made", [])
 
 
@@ -58,7 +58,7 @@ def test_an_epochs_numbers_are_drawn_by_step(library: None, tmp_path: Path) -> N
 def test_without_the_library_nothing_is_begun_and_the_way_out_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hvfreeze.training.progress.find_spec", lambda name: None)
+    monkeypatch.setattr("hvfreeze.runs.progress.find_spec", lambda name: None)
     outcome = call("train", *FLAGS, "--tensorboard", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 2 and "pip install tensorboard" in outcome.stderr, str(outcome)
     assert not (tmp_path / "run").exists()

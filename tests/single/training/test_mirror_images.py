@@ -1,12 +1,10 @@
-"""Mirror images: one switch for all training, told at the start, and left out where left and right differ."""
+"""Horizontal flips: decided once for the whole run, told at the start, and left out where left and right differ."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +12,10 @@ import torch
 from PIL import Image
 
 import hvfreeze
-from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import Preempted
-from hvfreeze.training import auto, auto_plan, build, loop
+from hvfreeze.training import build, loop, stage_build
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import StageFactory
-from hvfreeze.training.stages import Opened, Stage
+from hvfreeze.training.stage_build import Factory, Opened, Part
 from tests.program import Outcome, call
 
 SMALL = ["--model", "tests.kept.small_model:small", "--batch-size", "8", "--threads", "1"]
@@ -64,88 +60,51 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
-    """Of each stage that is opened its name, whether its views are flipped, and how many of a sample there are."""
-    seen, open_stage = [], StageFactory.open
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, int]]:
+    """Of each part that is opened whether it fits a head, whether its views are flipped, and how many there are."""
+    seen, open_part = [], Factory.open
 
-    def watched(self: StageFactory, stage: Stage) -> Opened:
-        found = open_stage(self, stage)
+    def watched(self: Factory, part: Part) -> Opened:
+        found = open_part(self, part)
         transform = found.feed.images.transform
-        seen.append((stage.name, transform.flips, transform.augment.num_views))
+        seen.append((part.solves, transform.flips, transform.augment.num_views))
         return found
 
-    monkeypatch.setattr(StageFactory, "open", watched)
+    monkeypatch.setattr(Factory, "open", watched)
     return seen
 
 
 @pytest.mark.parametrize("head_fit", ["kernel", "exact"])
-def test_a_solved_head_leaves_them_out_where_left_and_right_differ_and_says_so(
+def test_a_fitted_head_leaves_them_out_where_left_and_right_differ_and_says_so(
     sides: Path, tmp_path: Path, head_fit: str
 ) -> None:
-    told = train(sides, tmp_path / "auto", "--freeze", "auto", "--head-fit", head_fit)
+    flags = ["--head", "multi-level", "--head-fit", head_fit, "--augment", "none"]
+    told = train(sides, tmp_path / "auto", *flags)
     assert told.returncode == 0, str(told)
-    assert "note: mirror images: each sample's is fitted by the head too and kept where" in told.stdout
-    assert "mirror images are left out: with heads that were not fitted" in told.stdout
+    assert "note: horizontal flips: off (leave-one-out accuracy on 40 samples" in told.stdout, str(told)
     found = summary(tmp_path / "auto")
-    assert found["test_accuracy"] > 0.9
-    assert found["head"]["rows"] == 40 and found["head"]["mirror"]["taken"] is False
-    assert found["head"]["mirror"]["accuracy_without"] > found["head"]["mirror"]["accuracy_with"] + 0.2
-    asked = train(sides, tmp_path / "on", "--freeze", "auto", "--head-fit", head_fit, "--mirror", "on")
-    assert asked.returncode == 0 and "mirror images are" not in asked.stdout, str(asked)
+    assert found["test_accuracy"] > 0.9 and found["head"]["rows"] == 40
+    assert found["mirror"]["accuracy_without"] > found["mirror"]["accuracy_with"] + 0.2
+    asked = train(sides, tmp_path / "on", *flags, "--mirror", "on")
+    assert asked.returncode == 0 and "horizontal flips: on; use --mirror off" in asked.stdout, str(asked)
     assert summary(tmp_path / "on")["head"]["rows"] == 80
     assert summary(tmp_path / "on")["test_accuracy"] < 0.8
 
 
-def test_what_was_found_out_holds_for_the_stages_that_follow_also_when_the_run_is_resumed(
-    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+def test_what_was_found_out_holds_for_every_verb_also_when_the_run_is_resumed(
+    sides: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tuned also where nothing is wrong.
-    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
     flags = ["--freeze", "auto", "--epochs", "4"]
     straight = train(sides, tmp_path / "straight", *flags)
     assert straight.returncode == 0, str(straight)
-    assert opened[:3] == [("solve", True, 2), ("tune", False, 0), ("solve", False, 1)]
-    assert straight.stdout.count("mirror images are left out") == 1, "it is found out once"
+    # The first is opened before the recipe begins, so that settings that do not fit are refused early.
+    assert opened == [(True, False, 1), (False, False, 0), (True, False, 1)]
+    assert straight.stdout.count("horizontal flips: off") == 1, "it is found out once"
     stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags)
     opened.clear()
     resumed = train(sides, tmp_path / "stopped", *flags, "--resume")
     assert resumed.returncode == 0, str(resumed)
-    assert opened[1:3] == [("tune", False, 0), ("solve", False, 1)]
-    digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
-    assert digests[0] == digests[1]
-
-
-def test_a_tuned_model_that_no_solution_follows_is_judged_as_the_solution_was(
-    sides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted, reduce = [], auto.reduce
-
-    def watched(totals: Any, *args: Any, **options: Any) -> Any:
-        counted.extend(each.count for each in totals.values())
-        return reduce(totals, *args, **options)
-
-    monkeypatch.setattr(auto, "reduce", watched)
-    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
-    flags = ["--freeze", "auto", "--epochs", "4", "--auto-without", "last-solve"]
-    for mirror, views in (("auto", 1), ("on", 2)):
-        outcome = train(sides, tmp_path / mirror, *flags, "--mirror", mirror)
-        assert outcome.returncode == 0, str(outcome)
-        assert counted.pop() == 4 * views and not counted, "a tenth of 40 samples"
-
-
-def test_the_mean_over_them_that_was_planned_is_not_taken_where_left_and_right_differ(
-    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auto_plan, "ALL_COMPARED", 40)
-    monkeypatch.setattr(auto, "least_wrong", lambda held_out: -1.0)
-    flags = ["--freeze", "auto", "--epochs", "4"]
-    straight = train(sides, tmp_path / "straight", *flags)
-    assert straight.returncode == 0 and "note: mirror images are left out: of 40" in straight.stdout, str(straight)
-    assert opened[:3] == [("solve", False, 1), ("tune", False, 0), ("solve", False, 1)]
-    assert hvfreeze.load_model(tmp_path / "straight", trust_code=True).card.head == "kernel:4"
-    assert summary(tmp_path / "straight")["test_accuracy"] > 0.9
-    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags)
-    assert train(sides, tmp_path / "stopped", *flags, "--resume").returncode == 0
+    assert opened == [(True, False, 1), (False, False, 0), (True, False, 1)]
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
     assert digests[0] == digests[1]
 
@@ -154,20 +113,20 @@ STEPS = ["--epochs", "3", "--lr", "0.02"]
 
 
 def test_training_by_steps_leaves_them_out_where_left_and_right_differ_and_says_so(
-    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]]
+    sides: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]]
 ) -> None:
     told = train(sides, tmp_path / "auto", *STEPS)
     assert told.returncode == 0, str(told)
-    assert "note: mirror images are left out: of 40 training samples" in told.stdout
+    assert "note: horizontal flips: off (leave-one-out accuracy on 40 samples" in told.stdout
     assert "pixels, averaged to 8 x 8" in told.stdout
     found = summary(tmp_path / "auto")
     assert found["mirror"]["taken"] is False and found["mirror"]["accuracy_without"] > 0.9
     # Exactly as if that had been asked for: looking costs no draw of anybody's random numbers.
     off = train(sides, tmp_path / "off", *STEPS, "--mirror", "off")
-    assert off.returncode == 0 and "mirror" not in off.stdout, str(off)
+    assert off.returncode == 0 and "flips" not in off.stdout, str(off)
     on = train(sides, tmp_path / "on", *STEPS, "--mirror", "on")
-    assert "note: mirror images: half of the views that blocks are trained on are such" in on.stdout, str(on)
-    assert opened == [("train", False, 0), ("train", False, 0), ("train", True, 0)]
+    assert "note: horizontal flips: on; use --mirror off" in on.stdout, str(on)
+    assert opened == [(False, False, 0), (False, False, 0), (False, True, 0)]
     summaries = {name: summary(tmp_path / name) for name in ("auto", "off", "on")}
     assert ["mirror" in each for each in summaries.values()] == [True, False, False]
     digests = [each["parameter_digest"] for each in summaries.values()]
@@ -178,7 +137,7 @@ def test_blocks_with_trained_weights_are_asked_themselves(sides: Path, tmp_path:
     assert train(sides, tmp_path / "before", *STEPS, "--mirror", "off").returncode == 0
     weights = ["--weights", str(tmp_path / "before" / "model.pt")]
     told = train(sides, tmp_path / "after", *STEPS, *weights, "--freeze", "coherence")
-    assert "note: mirror images are left out" in told.stdout and "the network's blocks" in told.stdout, str(told)
+    assert "horizontal flips: off" in told.stdout and "the network's blocks" in told.stdout, str(told)
 
 
 @pytest.fixture(scope="module")
@@ -195,13 +154,13 @@ def shades(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_by_steps_keeps_them_where_they_show_the_same_classes(
-    shades: Path, tmp_path: Path, opened: list[tuple[str, bool, int]]
+    shades: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]]
 ) -> None:
     told = train(shades, tmp_path / "auto", *STEPS)
-    assert "note: mirror images are trained on: of 40 training samples" in told.stdout, str(told)
-    assert "pass --mirror off where left and right differ" in told.stdout
+    assert "note: horizontal flips: on (leave-one-out accuracy on 40 samples" in told.stdout, str(told)
+    assert "use --mirror off if left and right matter" in told.stdout
     assert train(shades, tmp_path / "on", *STEPS, "--mirror", "on").returncode == 0
-    assert opened == [("train", True, 0)] * 2
+    assert opened == [(False, True, 0)] * 2
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("auto", "on")]
     assert digests[0] == digests[1]
     assert summary(tmp_path / "auto")["mirror"]["taken"] is True
@@ -213,7 +172,9 @@ def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_
 ) -> None:
     flags = ["--freeze", "auto", "--epochs", "1", "--mirror", "mean", "--head-fit", head_fit]
     told = train(shades, tmp_path / "run", *flags)
-    assert told.returncode == 0 and "the head reads the mean of each sample and its own" in told.stdout, str(told)
+    assert told.returncode == 0 and "the head averages the features of each image and of its flip" in told.stdout, str(
+        told
+    )
     assert summary(tmp_path / "run")["head"]["rows"] == 40, "mirror images are no rows"
     applied = hvfreeze.load_model(tmp_path / "run", trust_code=True)
     assert applied.card.head == {"kernel": "kernel:4:mirrored", "exact": "multi-level:4:mirrored"}[head_fit]
@@ -227,11 +188,11 @@ def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classe
     shades: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = train(shades, tmp_path / "asked", "--freeze", "auto", "--epochs", "1", "--mirror", "mean")
-    monkeypatch.setattr(auto_plan, "ALL_COMPARED", 40)
+    monkeypatch.setattr(stage_build, "ALL_COMPARED", 40)
     told = train(shades, tmp_path / "told", "--freeze", "auto", "--epochs", "1")
     assert asked.returncode == told.returncode == 0, f"{asked}{told}"
     assert "and answers in twice the time" in told.stdout and "twice the time" not in asked.stdout
-    assert "note: mirror images are trained on: of 40 training samples" in told.stdout
+    assert "note: horizontal flips: on (leave-one-out" in told.stdout
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("asked", "told")]
     assert digests[0] == digests[1]
 
@@ -250,12 +211,12 @@ def test_a_head_that_guesses_has_found_out_nothing(tmp_path: Path) -> None:
                 pixels = random.integers(0, 255, (32, 32, 3)).astype(np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{number}.png")
     told = train(tmp_path / "data", tmp_path / "run", *STEPS)
-    assert "note: mirror images are trained on, but not found out about: of 30" in told.stdout, str(told)
-    assert "no better than a guess; pass --mirror off where left and right differ" in told.stdout
+    assert "note: horizontal flips: on (leave-one-out accuracy on 30 samples" in told.stdout, str(told)
+    assert "no better than a guess; use --mirror off if left and right matter" in told.stdout
 
 
 def test_a_resumed_run_goes_on_with_what_was_found_out_at_its_start(
-    sides: Path, tmp_path: Path, opened: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+    sides: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train(sides, tmp_path / "straight", *STEPS).returncode == 0
     stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *STEPS)
@@ -264,7 +225,7 @@ def test_a_resumed_run_goes_on_with_what_was_found_out_at_its_start(
     monkeypatch.setattr(build, "find_out", lambda *args, **options: None)
     resumed = train(sides, tmp_path / "stopped", *STEPS, "--resume")
     assert resumed.returncode == 0, str(resumed)
-    assert opened == [("train", True, 0), ("train", False, 0)]
+    assert opened == [(False, True, 0), (False, False, 0)]
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
     assert digests[0] == digests[1]
 
@@ -278,12 +239,3 @@ def test_a_switch_that_changes_nothing_is_told(sides: Path, tmp_path: Path) -> N
     assert "no effect of --mirror (on), because the mirror image of a sample of digits need not" in digits.stdout, str(
         digits
     )
-
-
-def test_a_tuning_without_time_for_mirror_images_says_nothing_of_them() -> None:
-    costs = auto_plan.Costs(views=2, frozen=0.25)
-    config = from_dict({"freeze": "auto", "weights": "some.pt"})
-    sizes = {"batches_per_epoch": 200, "guarded_batches": 180, "cut": 0, "deepest": 5}
-    stages = auto_plan.stages_of(config, **sizes, costs=replace(costs, plain=replace(costs, views=1)), passes=3.0)
-    assert [stage.config.data.mirror for stage in stages if stage.steps] == ["off"] * 3, "this says nothing"
-    assert build.notes_on_mirror_images("auto", cast(Any, SimpleNamespace(flips=True)), stages, None) == []

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import differing, from_dict
-from hvfreeze.training.readers import Plan, without_effect
-from hvfreeze.training.stages import single_stage
+from hvfreeze.training.readers import Plan, Stretch, without_effect
 
 
 def told(*, ranks: int = 2, replicas: int | None = None, batches: int = 20, **settings: Any) -> str:
-    """Return what is said of settings in a run of one stage."""
+    """Return what is said of settings in a run that trains."""
     config = from_dict(settings)
-    stage = single_stage(config, batches_per_epoch=batches, epochs=config.optimizer.epochs)
+    per_epoch = config.optimizer.steps_per_epoch(batches)
+    part = Stretch(config, steps=per_epoch * config.optimizer.epochs, steps_per_epoch=per_epoch)
     plan = Plan(
         config=config,
         asked=config,
-        stages=(stage,),
+        parts=(part,),
         ranks=ranks,
         replicas=ranks if replicas is None else replicas,
         flips=True,

@@ -21,9 +21,8 @@ from PIL import Image
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
-from hvfreeze.training import auto
+from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.training import checkpoint as saving
-from hvfreeze.training import checkpoint_file as checkpoint
 from hvfreeze.training.build import load_share, open_corpus
 from tests.program import call, save_photos
 from tests.single.training.forging import Evil, forged, save_sections
@@ -90,7 +89,7 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
 
 
 @pytest.mark.parametrize("inexact", [[], ["--resume-inexact"]])
-def test_a_run_of_stages_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[str], tmp_path: Path) -> None:
+def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[str], tmp_path: Path) -> None:
     words = "train --model resnet20 --train-samples 60 --batch-size 8 --epochs 1 --freeze auto --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path)]
     assert call(*flags).returncode == 0
@@ -104,18 +103,23 @@ def test_a_run_of_stages_never_offers_to_go_on_with_another_number_of_ranks(inex
     assert "written by 2 ranks" in outcome.messages[0] and "resume on 2, or start anew" in outcome.messages[0]
 
 
-def test_stages_that_were_left_out_are_not_made_because_more_epochs_are_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whatever is wrong, blocks are not tuned.
-    monkeypatch.setattr(auto, "least_wrong", lambda held_out: 2.0)
+def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_journal(tmp_path: Path) -> None:
     words = "train --model tests.kept.small_model:small --train-samples 60 --batch-size 8 --freeze auto --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path), "--epochs"]
-    outcome = call(*flags, "4")
-    assert outcome.returncode == 0 and "blocks are not tuned" in outcome.stdout, str(outcome)
+    assert call(*flags, "4").returncode == 0
+    ended = digest_of_run(tmp_path)
     outcome = call(*flags, "6", "--resume")
-    assert outcome.returncode == 3 and "give the --epochs that it began with" in outcome.messages[0], str(outcome)
-    assert "is complete" in call(*flags, "4", "--resume").stdout
+    assert outcome.returncode == 3 and "auto: epochs: 4 there, 6 here" in outcome.messages[0], str(outcome)
+    assert "is complete" in call(*flags, "4", "--resume").stdout and digest_of_run(tmp_path) == ended
+    newest = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    shared, own = states_in(newest)
+    del shared["journal"]
+    shared["course"] = {"number": 1, "names": ["try", "solve"], "steps": [4, 7], "earlier": {}}
+    save_sections(newest.parent, [checkpoint.packed(shared), checkpoint.packed(own)], step=shared["step"])
+    outcome = call(*flags, "4", "--resume")
+    assert outcome.returncode == 3 and "has no journal: an earlier version" in outcome.messages[0], str(outcome)
+    assert digest_of_run(tmp_path) == ended, "nothing is lost"
 
 
 def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others_of_their_size(tmp_path: Path) -> None:

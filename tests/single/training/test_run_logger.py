@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvfreeze.training import progress
-from hvfreeze.training.progress import Progress, RunLogger
+from hvfreeze.runs import progress
+from hvfreeze.runs.progress import Progress, RunLogger
 
 
 def test_of_several_lines_the_first_is_printed_and_all_are_logged(capsys: pytest.CaptureFixture[str]) -> None:

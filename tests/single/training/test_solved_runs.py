@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from hvfreeze.heads import kernel
-from hvfreeze.strategies.data_parallel import DataParallel
-from hvfreeze.training import progress
+from hvfreeze.runs import progress
+from hvfreeze.strategies.fitted_head import FittedHead
 from tests.program import Outcome, call
 
 SMALL = [
@@ -45,15 +45,15 @@ def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
     monkeypatch.setattr(kernel, "MOST_FACTORED_ROWS", 0)
     monkeypatch.setattr(kernel, "MOST_COMPARED", 100)
     told = train(tmp_path / "run", "--train-samples", "400", "--head-fit", head_fit)
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    shown = re.search(r"held-out loss ([\d.]+) \| held-out ([\d.]+) % \| test ([\d.]+) %", told.stdout)
-    assert shown is not None and "train 1" not in told.stdout, str(told)
-    held_out, test = float(shown[2]), float(shown[3])
-    assert held_out == pytest.approx(100 * line["held_out_accuracy"], abs=0.01)
-    assert float(shown[1]) == pytest.approx(line["held_out_loss"], abs=1e-4)
-    assert abs(held_out - test) < 12, "40 samples that a fit to the 360 others is judged by"
-    assert f"{held_out:.2f} % of held-out samples right" in told.stdout
-    assert "by heads that were fitted to all other samples" in told.stdout
+    solve, finish = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    shown = re.search(r"head fitted: held-out accuracy ([\d.]+) %, loss ([\d.]+)", told.stdout)
+    tested = re.search(r"result: test accuracy ([\d.]+) %", told.stdout)
+    assert shown is not None and tested is not None and "train 1" not in told.stdout, str(told)
+    held_out = float(shown[1])
+    assert held_out == pytest.approx(100 * solve["held_out_accuracy"], abs=0.1)
+    assert float(shown[2]) == pytest.approx(solve["held_out_loss"], abs=1e-3)
+    assert float(tested[1]) == pytest.approx(100 * finish["test_accuracy"], abs=0.01)
+    assert abs(held_out - float(tested[1])) < 12, "40 samples that a fit to the 360 others is judged by"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     chosen = next(trial for trial in summary["head"]["trials"] if trial["penalty"] == summary["head"]["penalty"])
     assert chosen["whole"], "a fit to a part of the samples says less than what the model can do"
@@ -64,10 +64,8 @@ def test_passes_of_a_solution_are_shown_and_no_rest_that_nobody_knows(
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
     told = train(tmp_path / "run", "--train-samples", "60")
-    assert "features of 60 of 60 views, then a solution" in told.stdout
-    shown = [
-        tuple(map(int, each)) for each in re.findall(r"the head is being solved: pass (\d+), (\d+) %", told.stdout)
-    ]
+    assert "features of 60 of 60 rows" in told.stdout
+    shown = [tuple(map(int, each)) for each in re.findall(r"fitting the head: pass (\d+), (\d+) %", told.stdout)]
     assert shown == sorted(set(shown)) and shown[:2] == [(1, 0), (1, 100)], "how far each pass is, is shown as it goes"
     assert re.search(r"off by [\d.]+ %, 1.0 % will do", told.stdout)
     assert "min left" not in told.stdout
@@ -88,9 +86,9 @@ def shapes(tmp_path: Path) -> Path:
 def test_a_damaged_sample_is_called_by_its_file(
     shapes: Path, tmp_path: Path, value: float, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve = DataParallel.solve_head
+    solve = FittedHead.fit
 
-    def damaged(self: DataParallel, *args: Any, **rest: Any) -> Any:
+    def damaged(self: FittedHead, *args: Any, **rest: Any) -> Any:
         of = self.training.of
         monkeypatch.setattr(
             type(self.training),
@@ -99,7 +97,7 @@ def test_a_damaged_sample_is_called_by_its_file(
         )
         return solve(self, *args, **rest)
 
-    monkeypatch.setattr(DataParallel, "solve_head", damaged)
+    monkeypatch.setattr(FittedHead, "fit", damaged)
     outcome = call(
         "train",
         *SMALL,

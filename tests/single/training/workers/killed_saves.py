@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.runs import files
-from hvfreeze.training import checkpoint_file as checkpoint
 from tests.single.training.forging import save_sections
 
 

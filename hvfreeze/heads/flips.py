@@ -1,16 +1,15 @@
-"""Whether training by steps is to see mirror images: found out on a few training samples before the first step.
+"""Whether horizontal flips are shown: found out once, on a few training samples, before the recipe.
 
-A head that compares samples is solved for features that cost one forward pass: of blocks with trained weights, else of
-coarse pixels, of which a network that starts at random would learn nothing else so early. Each sample is left out in
-turn, and judged as it is by heads that are fitted to the others, with their mirror images and without. No test sample
-takes part. A network can learn more than such a head, and mirror images help it against too few samples: they are left
-out only where they cost right answers by more than chance.
+A kernel head is fitted to features that cost one forward pass: of blocks with trained weights, else of coarse pixels,
+of which a network that starts at random would learn nothing else so early. Each sample is left out in turn, and judged
+as it is by heads that are fitted to the others, with their flips and without. No test sample takes part. Flips help
+against too few samples, so they are left out only where they cost right answers by more than chance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.nn import functional
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, announce, padded_batches
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.shards import Ids, stratified_subset
@@ -34,10 +34,9 @@ from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import MirrorTrial
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
-from hvfreeze.training.stages import Stage
 
 SAMPLES = 500
-"""Of all ranks, and as many mirror images: few enough for each to be left out in turn and to judge."""
+"""Of all ranks, and as many flips: few enough for each to be left out in turn and to judge."""
 FEWEST = 8
 """Samples, of which fewer tell nothing."""
 BATCH = 50
@@ -54,17 +53,17 @@ Features = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Finding:
-    """What samples say of mirror images, equal on all ranks."""
+    """What samples say of horizontal flips, equal on all ranks."""
 
     trial: MirrorTrial
     seen: str
-    """What the heads were solved on, in words."""
+    """What the heads were fitted to, in words."""
     guessed: float
     """Part of the samples that the most frequent class has."""
 
     @property
     def taken(self) -> bool:
-        """Whether mirror images are trained on: unless they cost right answers, and the loss too is higher for them."""
+        """Whether flips are shown: unless they cost right answers, and the loss too is higher for them."""
         cost = self.trial.accuracy_without - self.trial.accuracy_with
         mean = (self.trial.accuracy_with + self.trial.accuracy_without) / 2
         return self.trial.taken or cost <= self._chance(mean)
@@ -84,14 +83,14 @@ class Finding:
         """Return it in words."""
         ours, theirs = 100 * self.trial.accuracy_with, 100 * self.trial.accuracy_without
         found = (
-            f"of {self.trial.samples} training samples, each left out of a head that is solved on {self.seen}, "
-            f"{ours:.1f} % are right with mirror images, {theirs:.1f} % without"
+            f"(leave-one-out accuracy on {self.trial.samples} samples, by {self.seen}: {ours:.1f} % with, "
+            f"{theirs:.1f} % without)"
         )
         if not self.taken:
-            return f"mirror images are left out: {found}; --mirror on trains on them"
+            return f"horizontal flips: off {found}; use --mirror on to train on them"
         if not self.tells:
-            return f"mirror images are trained on, but not found out about: {found}, no better than a guess; {WAY_OUT}"
-        return f"mirror images are trained on: {found}; {WAY_OUT}"
+            return f"horizontal flips: on {found}, no better than a guess; {WAY_OUT}"
+        return f"horizontal flips: on {found}; {WAY_OUT}"
 
     def describe(self) -> dict[str, Any]:
         """Return what summary.json says of it."""
@@ -101,30 +100,22 @@ class Finding:
         return SURE * math.sqrt(part * (1 - part) / self.trial.samples)
 
 
-WAY_OUT = "pass --mirror off where left and right differ"
+WAY_OUT = "use --mirror off if left and right matter"
 
 
-def is_open(stages: Sequence[Stage], *, flips: bool) -> bool:
-    """Tell whether steps of training may show mirror images, and no solution before them finds out about them.
+def is_open(config: Config, *, flips: bool) -> bool:
+    """Tell whether the run may show flips, and --mirror leaves that open.
 
-    `flips` is the data set's word that mirror images show the same class.
+    `flips` is the data set's word that a flipped image shows the same class.
     """
-    for stage in stages:
-        data = stage.config.data
-        if stage.steps == 0 or not (data.mirror == "auto" or stage.mirror_is_open):
-            continue
-        if stage.solves:
-            # Rows of their own, of mirror images, can be left out.
-            return stage.mirror_is_open and data.mirrors(flips)
-        if data.mirrors(flips) and data.augment != "none":
-            return True
-    return False
+    shows = config.head.solved or config.data.augment != "none"
+    return config.data.mirror == "auto" and config.data.mirrors(flips) and shows
 
 
 def find_out(
     chain: Chain, feed: TrainFeed, image_shape: tuple[int, ...], *, trained: bool, place: int, world: World
 ) -> Finding | None:
-    """Return what training samples say of mirror images, None where there are too few. Collective.
+    """Return what training samples say of horizontal flips, None where there are too few. Collective.
 
     Neither the model nor torch's generator changes.
 
@@ -188,7 +179,7 @@ def coarse_pixels(images: Tensor) -> Tensor:
 
 
 def rows_of(features: Features, images: Images, own: Ids, held_out: Ids, *, width: int) -> RowsInMemory:
-    """Return the rows, D wide, of the samples `own` and of their mirror images; there may be none."""
+    """Return the rows, D wide, of the samples `own` and of their flips; there may be none."""
     batches = [batch for view in (0, 1) for batch in padded_batches(own, images.labels_of, BATCH, view=view)]
     announce(images, batches)
     found = [features(images.load(batch.ids, batch.views))[: batch.counted] for batch in batches]

@@ -16,6 +16,8 @@ from hvfreeze.errors import UsageError
 
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_LOOKS = 0.5
+LEAST_SHARE = 0.05
+"""Of the steps, that must be made before the time of the others is estimated."""
 WITHOUT_REST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """Of tqdm's bar what is left out is how long the rest takes."""
 
@@ -55,7 +57,7 @@ def encodable(text: str) -> str:
 
 
 class Progress:
-    """How far a run is: a bar on a terminal, else a line at most every 30 seconds; nothing on ranks but 0.
+    """How far a run is: a bar on a terminal, else lines, after 30 seconds, 60 more, 90 more; nothing on ranks but 0.
 
     Args:
         logger: says the lines; None shows nothing.
@@ -64,7 +66,7 @@ class Progress:
     """
 
     def __init__(self, logger: RunLogger | None = None, total: int = 0, *, done: int = 0) -> None:
-        self._logger, self._first = logger, done
+        self._logger, self._first, self._lines = logger, done, 0
         self._start = self._last = time.monotonic()
         shows_bar = logger is not None and logger.prints and sys.stderr.isatty()
         self._bar: Any = None
@@ -87,9 +89,10 @@ class Progress:
             elif now - self._last >= SECONDS_BETWEEN_LOOKS:
                 self._bar.refresh()
                 self._last = now
-        elif self._logger is not None and now - self._last >= SECONDS_BETWEEN_LINES:
-            rest = ""
-            if even and done > self._first:
+        elif self._logger is not None and now - self._last >= SECONDS_BETWEEN_LINES * (1 + self._lines):
+            rest, self._lines = "", self._lines + 1
+            # What the first few steps took says little.
+            if even and done > self._first and done - self._first >= LEAST_SHARE * (total - self._first):
                 left = (now - self._start) / (done - self._first) * (total - done)
                 rest = f" | {left / 60:.1f} min left"
             self._logger.info(f"step {done}/{total} | {note}{rest}")

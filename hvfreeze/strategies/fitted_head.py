@@ -1,0 +1,202 @@
+"""A head that is fitted, not trained: features, labels and the ranks; no step, no vote.
+
+frozen blocks (cached or computed) -> features of all ranks -> ridge or logistic regression -> one head on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.replica_sync import check_replicas
+from hvfreeze.comm.resources import give_back, memory_budget
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
+from hvfreeze.data.batches import Batch
+from hvfreeze.freezing.frozen_prefix import hold_still
+from hvfreeze.heads.kept_points import KeptPoints, PointStore
+from hvfreeze.heads.kernel import KernelHead
+from hvfreeze.heads.multilevel import head_of
+from hvfreeze.heads.rows import RowsOfBatches
+from hvfreeze.heads.solution import Solution, Stop
+from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
+from hvfreeze.prefix.features import Features, Halves
+from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.reading import Move
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, WholeModel
+from hvfreeze.strategies.build_parts import open_both_features
+
+CUT = 1
+"""The chain is two blocks, features and head."""
+
+
+def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
+    """Return the features and the head of a `solvable_chain`. Collective."""
+    world, directory = context.world, context.cache_directory(config.cache)
+    costs = CostInputs(
+        # All rows serve once, and the cut never moves.
+        horizon=lambda: Horizon(1.0, math.inf),
+        suffix_seconds=lambda: 0.0,
+        budget=open_budget(config.cache, directory, size=world.size),
+        directory=directory,
+        memory_bytes=memory_budget(world.local_size),
+    )
+    hold_still(context.chain, CUT)
+    halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
+    training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
+    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres)
+
+
+def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
+    """Return how often all samples are asked for while the head is fitted."""
+    layer, (few, others) = head_of(context.chain), context.feed.sampled_views()
+    views = max(1, context.feed.images.transform.augment.num_views)
+    if few is not None and isinstance(layer, KernelHead):
+        return float(views)
+    return float(views * times_asked_for([*(few or ()), *others], layer, memory_bytes=memory_bytes))
+
+
+@dataclass(eq=False)
+class FittedHead:
+    """A model of frozen features and a fitted head, equal on all ranks; see `OpenModel`."""
+
+    models: ClassVar[Sequence[str]] = (MODEL,)
+    world: World
+    halves: Halves
+    training: Features
+    evaluation: Features
+    clock: PhaseClock
+    centres: int | None
+    """With which a kernel head compares samples; None chooses."""
+    cut: int = CUT
+    _exchanged_bytes: int = 0
+    _summary: dict[str, Any] = field(default_factory=dict)
+    _began: bool = False
+
+    def __post_init__(self) -> None:
+        self.chain = self.halves.chain
+
+    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
+        """Get ready for these batches. Collective."""
+        if not self._began:
+            # Once the model is what it begins with.
+            self._began = True
+            give_back()
+            for features in (self.training, self.evaluation):
+                features.move([CUT])
+        (self.training if training else self.evaluation).begin_epoch(batches)
+
+    def fit(
+        self,
+        batches: Sequence[Batch],
+        terms: FitTerms,
+        *,
+        stop: Stop,
+        count: Callable[[Tensor, Tensor, float], None],
+    ) -> Solution | None:
+        """Fit the head to the features of all ranks' batches, or return None where some rank stops it. Collective.
+
+        `batches` are this replica's, each sample and view once; there may be none. For all else, and for what is
+        raised, see `hvfreeze.heads.solve.solve`.
+        """
+        self.begin_epoch(batches)
+        layer = head_of(self.chain)
+        rows = RowsOfBatches(
+            batches,
+            self.training.of,
+            expect=self.training.expect,
+            width=layer.in_features,
+            held_out=terms.held_out,
+            mirrored=self.training.images.mirrored,
+            memory_bytes=memory_budget(self.world.local_size),
+            sampled=terms.sampled if isinstance(layer, KernelHead) else None,
+        )
+        with self.clock.within("optimizer"):
+            found = solve(
+                rows,
+                layer,
+                terms,
+                world=self.world,
+                centres=self.centres,
+                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not terms.trained else None,
+                stop=stop,
+                count=count,
+            )
+        if found is not None:
+            self._exchanged_bytes += found.exchanged_bytes
+            self._summary = {"head": found.summary()}
+        return found
+
+    def _kept_points(self, rows: RowsOfBatches) -> KeptPoints | None:
+        """Return where the points of an untrained network's rows are kept, None where nothing is cached. Collective."""
+        terms = self.training.terms
+        if not terms.cacheable:
+            return None
+        store = PointStore(
+            directory=terms.costs.directory,
+            features=self.training.source.fingerprint([CUT]),
+            stop=terms.settings.cache_failure == "stop",
+            private=not terms.settings.cache_shared,
+            budget=terms.costs.budget,
+            owner=terms.owner,
+            say=terms.say,
+        )
+        return KeptPoints(rows, store, world=self.world)
+
+    def settle(self) -> None:
+        """Do nothing: every rank has the same features and the same head."""
+
+    def predict(self, batch: Batch) -> dict[str, Answers]:
+        """Return the logits of an evaluation batch. Not a collective."""
+        self.halves.be_in_mode(training=False)
+        with torch.no_grad():
+            logits = self.halves.suffix(self.evaluation.of(batch), CUT).float()
+        return {MODEL: Answers(logits, batch.labels)}
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of the model; raise where ranks differ. Collective."""
+        return check_replicas(self.chain.model, self.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model, which every rank holds."""
+        yield WholeModel(MODEL, self.chain.model.state_dict())
+
+    def state_dict(self) -> State:
+        """Return the model, all of which ranks share."""
+        model = self.chain.model.state_dict()
+        return State({"model": model, "summary": self._summary, "bytes": self._exchanged_bytes}, {})
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state of the same rank."""
+        self._began = False
+        self.chain.model.load_state_dict(state.shared["model"])
+        self._summary, self._exchanged_bytes = state.shared["summary"], state.shared["bytes"]
+
+    def repartitioned(
+        self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield an empty state for each rank: ranks have nothing of their own. Not a collective."""
+        for _ in owns:
+            pass
+        yield from ({} for _ in range(size))
+
+    def report(self) -> dict[str, Any]:
+        """Return the exchanged bytes, what the cache did, and the head's numbers. Collective."""
+        return {
+            "allreduce_bytes": self._exchanged_bytes,
+            "other_collective_bytes": 0,
+            "cut_history": [Move(0, 0, self.cut)],
+            "cache": self.training.report(),
+            **self._summary,
+        }
+
+    def close(self) -> None:
+        """Keep what is cached and let go of all files."""
+        self.training.close()
+        self.evaluation.close()

@@ -1,0 +1,74 @@
+"""What a run does, as ordinary code over the verbs of `Run`. `auto` has a file of its own.
+
+The seven strategies are trained by `plain`: a recipe asks the open strategy for steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvfreeze.config.tree import Config
+from hvfreeze.training.auto import auto, choose_way
+from hvfreeze.training.job import Job
+from hvfreeze.training.readers import Stretch
+from hvfreeze.training.stage_build import Part
+from hvfreeze.training.verb_settings import solving
+from hvfreeze.training.verbs import Run
+
+Recipe = Callable[[Run], None]
+
+
+def plain(run: Run) -> None:
+    """Train for --epochs, or as long as a time budget allows."""
+    if run.budget.seconds is None:
+        run.tune(run.settings, epochs=run.settings.optimizer.epochs)
+    else:
+        run.tune(run.settings, work=run.budget.left())
+
+
+def head_alone(run: Run) -> None:
+    """Fit the head on the features of frozen blocks."""
+    run.solve(run.settings)
+    run.finish_with()
+
+
+def recipe_of(config: Config) -> Recipe:
+    """Return the recipe that the settings ask for."""
+    if config.freeze.auto:
+        return auto
+    return head_alone if config.head.solved else plain
+
+
+def named(config: Config) -> dict[str, Any]:
+    """Return the recipe's name and what else must be equal in a run that is resumed; plain training may be longer."""
+    name = recipe_of(config).__name__
+    return {"recipe": name, **({"epochs": config.optimizer.epochs} if config.freeze.auto else {})}
+
+
+def first_part(settings: Config) -> Part:
+    """Return what a run opens before its recipe begins, so that settings that do not fit are refused early."""
+    return Part(solving(settings) if settings.freeze.auto else settings)
+
+
+def planned(job: Job) -> list[Stretch]:
+    """Return what the recipe may come to, as far as is known before it begins."""
+    config, plan = job.settings, job.factory.context.feed.plan
+    if config.freeze.auto:
+        way, head = choose_way(Run(job)), Stretch(solving(config))
+        if not way.has_room:
+            return [head]
+        room = job.budget.left() - job.budget.work.solve
+        tuned = way.round(room).optimizer
+        steps = max(1, int(room / job.budget.work.step(tuned.batch_size)))
+        samples = plan.batches_per_epoch * plan.batch_size
+        per_epoch = tuned.steps_per_epoch(max(1, samples // tuned.batch_size))
+        return [Stretch(way.tuning, steps=steps, steps_per_epoch=per_epoch), head]
+    if config.head.solved:
+        return [Stretch(config)]
+    steps = config.optimizer.steps_per_epoch(plan.batches_per_epoch)
+    made = config.optimizer.epochs * steps
+    if job.budget.seconds is not None:
+        each = job.budget.work.step(config.optimizer.batch_size * config.optimizer.accumulate)
+        made = max(1, int(job.budget.left() / each))
+    return [Stretch(config, steps=made, steps_per_epoch=steps)]

@@ -1,0 +1,367 @@
+"""What a recipe can ask of a run. Each verb is a collective and returns a value that is equal on all ranks.
+
+The journal records the value of each verb that has ended. A run that is resumed calls its recipe again: recorded verbs
+return at once, the one that was under way continues. So a recipe decides by nothing but the settings and these values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional
+
+from hvfreeze.config.tree import Config, flat, to_dict
+from hvfreeze.data.batches import announce
+from hvfreeze.errors import NumericsError
+from hvfreeze.heads.features import before_last_layer
+from hvfreeze.heads.moments import FeaturesError
+from hvfreeze.heads.probe import Probe
+from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solve import FitTerms
+from hvfreeze.model.modes import in_evaluation, in_precision
+from hvfreeze.strategies.base import MODEL
+from hvfreeze.training import loop
+from hvfreeze.training.budget import Pace
+from hvfreeze.training.checkpoint import save_at_end
+from hvfreeze.training.evaluation import Score, Totals, mean, reduce
+from hvfreeze.training.job import Job
+from hvfreeze.training.stage_build import HELD_OUT, Part
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` returns."""
+
+    steps: int
+    epochs: int
+    is_finite: bool
+    """False where NaN or Inf ended it early."""
+
+
+class Run:
+    """The verbs of a run.
+
+    Attributes:
+        job: what they work on.
+        budget: what is left to spend.
+        settings: the run's.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.budget, self.settings = job, job.budget, job.settings
+        self._probe: Probe | None = None
+        self._last: Part | None = None
+        """What the last verb that was recalled had open."""
+        self._recalls = False
+
+    def tune(
+        self,
+        settings: Config,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        work: float = 0.0,
+        holds_out: bool = False,
+        zeroes_last_layer: bool = False,
+        may_fail: bool = False,
+    ) -> Tuned:
+        """Train the model by optimizer steps with one schedule; votes, cache and checkpoints happen inside.
+
+        Args:
+            settings: of the optimizer, the views, the votes and the strategy.
+            epochs: how many to make; the run ends with them. A resumed run may make more.
+            steps: or how many steps,
+            work: or as many as this much work takes; with a time budget, clocks choose them as they are made.
+            holds_out: whether held-out samples are left out.
+            zeroes_last_layer: whether the model's own last layer starts with zeros.
+            may_fail: whether NaN or Inf end the tuning alone, not the run.
+        """
+        part, job = Part(settings, holds_out), self.job
+        fixed = {} if epochs else {**self._named(settings), "steps": steps, "work": work, "zeroed": zeroes_last_layer}
+        table, deadline = self.budget.work, self.budget.deadline(work)
+        each = table.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
+
+        def make(continues: bool) -> Tuned:
+            if not continues:
+                job.enter(part)
+                per_epoch = job.steps_per_epoch
+                job.opened.plan(epochs * per_epoch if epochs else steps or max(1, int(work / each)))
+                if zeroes_last_layer:
+                    zero_last_layer(job)
+            elif epochs:
+                job.opened.plan(epochs * job.steps_per_epoch)
+            pace = None
+            if deadline is not None and not (epochs or steps):
+                evaluations = job.config.run.evaluate_every * job.steps_per_epoch
+                pace = Pace(self.budget, deadline, steps_per_evaluation=evaluations)
+            finite = True
+            try:
+                loop.tune(job, pace=pace, is_last=not job.config.freeze.auto)
+            except NumericsError:
+                if not may_fail:
+                    raise
+                finite, job.totals = False, {}
+                job.epochs_done = job.opened.first_epoch + job.opened.epochs
+            return Tuned(job.part_step, job.part_epoch, finite)
+
+        if epochs and job.journal.at_last and job.journal.ended[-1].value["epochs"] < epochs:
+            job.journal.reopen()
+        work_done = lambda made: made.steps * each  # noqa: E731
+        found = self._do("tune", fixed, make, work=work_done, part=part, pack=vars, is_last=not job.config.freeze.auto)
+        return found if isinstance(found, Tuned) else Tuned(**found)
+
+    def solve(self, settings: Config, *, is_tuned: bool = False) -> Score:
+        """Fit the head to the features of all samples; return its loss and accuracy on held-out ones.
+
+        They are those of a head that was fitted to all other samples; then the head is fitted to all.
+
+        Args:
+            settings: of the head and the views.
+            is_tuned: whether the network was trained on the samples that are not held out.
+        """
+        part = Part(settings)
+
+        def make(continues: bool) -> Score:
+            if not continues:
+                self.job.enter(part)
+            fit = fit_head(self.job, is_tuned=is_tuned)
+            chosen = fit.chosen
+            found = Score(chosen.held_out_loss, chosen.held_out_accuracy) if chosen else Score(math.nan, math.nan)
+            # A head that has not converged is worse than its loss.
+            score = found if fit.converged else Score(math.inf, found.accuracy)
+            trained = reduce(self.job.totals, self.job.opened.model.models, self.job.world, name="train")
+            self.job.totals = {}
+            loss, accuracy = mean(trained)
+            numbers = {"train_loss": loss, "train_accuracy": accuracy}
+            numbers |= {"held_out_loss": found.loss, "held_out_accuracy": found.accuracy} if chosen else {}
+            self.job.images += fit.rows
+            self._record("solve", images=fit.rows, **numbers)
+            return score
+
+        arguments = {**self._named(settings), "tuned": is_tuned}
+        found = self._do(
+            "solve", arguments, make, work=lambda _: self.budget.work.solve, part=part, pack=loss_and_accuracy
+        )
+        return Score(*found[:2])
+
+    def probe(self, solving: Config, tuning: Config) -> float:
+        """Return the held-out loss of a small head on the features of some samples; infinite where one is not finite.
+
+        Args:
+            solving: the settings by which a head is fitted.
+            tuning: the settings by which the model is tuned: they tell the samples, and whose statistics BatchNorm has.
+        """
+
+        def make(_: bool) -> float:
+            with self.job.clock.within("optimizer"):
+                try:
+                    loss = self._judge(solving, tuning).loss(self.job.factory.context.chain)
+                except NumericsError:
+                    loss = math.inf
+            self._record("probe", held_out_loss=loss)
+            return loss
+
+        return float(self._do("probe", self._named(tuning), make, work=lambda _: self.budget.work.probe, pack=float))
+
+    def fit_last_layer(self, solving: Config, tuning: Config) -> None:
+        """Fit the model's own last layer to some samples: a random one would spoil the blocks below it."""
+
+        def make(_: bool) -> None:
+            with self.job.clock.within("optimizer"):
+                self._judge(solving, tuning).fit_last_layer(self.job.factory.context.chain)
+
+        self._do("fit_last_layer", {}, make, work=lambda _: self.budget.work.probe)
+
+    def held_out(self, solving: Config) -> Score:
+        """Return the model's loss and accuracy on held-out samples, under its own last layer."""
+
+        def make(_: bool) -> Score:
+            with self.job.clock.within("optimizer"):
+                score = score_held_out(self.job, solving)
+            self._record("held_out", held_out_loss=score.loss, held_out_accuracy=score.accuracy)
+            # A loss that is not finite is worse than any other.
+            return Score(score.loss if math.isfinite(score.loss) else math.inf, score.accuracy)
+
+        found = self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out, pack=loss_and_accuracy)
+        return Score(*found[:2])
+
+    def snapshot(self, name: str) -> None:
+        """Keep the model's state in memory, in place of an earlier one of that name."""
+
+        def make(_: bool) -> None:
+            state = self.job.factory.context.chain.model.state_dict()
+            self.job.snapshots[name] = {key: tensor.clone() for key, tensor in state.items()}
+
+        self._do("snapshot", {"name": name}, make)
+
+    def restore(self, name: str) -> None:
+        """Give the model the state of a snapshot."""
+
+        def make(_: bool) -> None:
+            with torch.no_grad():
+                self.job.factory.context.chain.model.load_state_dict(self.job.snapshots[name])
+
+        self._do("restore", {"name": name}, make)
+
+    def finish_with(self, settings: Config | None = None) -> None:
+        """Evaluate the model that the run ends with: that of the last verb, or with `settings` the network itself.
+
+        The network then has its own last layer, as after `tune` or `restore`.
+        """
+        part = None if settings is None else Part(settings)
+
+        def make(_: bool) -> None:
+            if part is not None:
+                self.job.enter(part)
+            self.job.snapshots.clear()
+            model = self.job.opened.model
+            with self.job.clock.within("evaluate"):
+                model.settle()
+                tested = loop.evaluate_now(self.job)
+            loop.tell_overflow(self.job, mean(tested).loss)
+            self._record("finish", tested=tested)
+
+        evaluated = self.budget.work.evaluated if self.budget.seconds is not None else 0.0
+        self._do("finish", {"network": part is not None}, make, work=lambda _: evaluated, part=part, is_last=True)
+
+    def say(self, text: str) -> None:
+        """Log a line, once: not where the verb before it is recalled."""
+        if not self._recalls:
+            self.job.logger.info(text + (self.job.beside_majority if "accuracy" in text else ""))
+
+    def load(self) -> None:
+        """Load the checkpoint that the run resumes from, where every verb was recalled. Collective."""
+        self._load(self._last)
+
+    def _do(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        make: Callable[[bool], Value],
+        *,
+        work: Callable[[Any], float] = lambda value: 0.0,
+        part: Part | None = None,
+        pack: Callable[[Any], Any] = lambda value: value,
+        is_last: bool = False,
+    ) -> Any:
+        """Return what the journal has of a verb, or `make` it: then record its value, `pack` makes it plain."""
+        job = self.job
+        entry = job.journal.recall(verb, arguments)
+        self._recalls = entry is not None
+        if entry is not None:
+            self.budget.recall(entry.budget)
+            self._last = part or self._last
+            return entry.value
+        continues = job.journal.begin(verb, arguments)
+        self._load(part if continues else self._last)
+        value = make(continues)
+        self.budget.end(work(value))
+        job.journal.end(pack(value), self.budget.mark())
+        if part is not None or is_last:
+            save_at_end(job, is_last=is_last)
+        return value
+
+    def _load(self, part: Part | None) -> None:
+        """Load the checkpoint that the run resumes from into the part that was open then. Collective."""
+        load, self.job.waiting = self.job.waiting, None
+        if load is None:
+            return
+        if part is not None and part != self.job.opened.part:
+            self.job.opened.model.close()
+            self.job.opened = self.job.factory.open(part)
+        load()
+
+    def _judge(self, solving: Config, tuning: Config) -> Probe:
+        if self._probe is None:
+            self._probe = self.job.factory.probe(solving, tuning)
+        return self._probe
+
+    def _named(self, settings: Config) -> dict[str, Any]:
+        """Return the settings that are not the run's own, by flag."""
+        ours, theirs = (flat(to_dict(each), source="settings") for each in (self.settings, settings))
+        return {name: value for name, value in theirs.items() if value != ours[name]}
+
+    def _record(self, verb: str, *, tested: Any = None, images: int = 0, **found: Any) -> None:
+        """Write a verb's line of metrics.jsonl. Collective."""
+        report = self.job.report()
+        numbers = loop.numbers(self.job, found, tested or {}, report, images)
+        self.job.record.metrics({"verb": verb, **numbers})
+
+
+def loss_and_accuracy(score: Score) -> list[float]:
+    """Return a score as plain values."""
+    return [score.loss, score.accuracy]
+
+
+def fit_head(job: Job, *, is_tuned: bool) -> Solution:
+    """Fit the head of the open part; leave where some rank is asked to. Collective."""
+    sampled, others = job.feed.sampled_views()
+    batches, passes = [*(sampled or ()), *others], itertools.count(1)
+    total = max(1, sum(batch.counted for batch in batches))
+
+    def stop(rows: int, reached: str = "") -> bool:
+        note = (
+            f"features of {rows} of {total} rows" if rows else f"fitting the head: {reached or f'pass {next(passes)}'}"
+        )
+        job.progress.step(min(rows or total, total), total, note, even=False)
+        return job.asked_to_leave
+
+    totals = Totals()
+    terms = FitTerms(job.feed.held_out(HELD_OUT), is_tuned, None if sampled is None else len(sampled))
+    try:
+        fit = job.opened.fitted.fit(batches, terms, stop=stop, count=totals.add)
+    except FeaturesError as error:
+        raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
+    if fit is None:
+        loop.leave(job)
+    assert fit is not None, "leaving raises"
+    job.totals[MODEL] = totals
+    if not job.config.freeze.auto:
+        tell_fit(job, fit)
+    if fit.left_out:
+        job.logger.info(
+            f"note: nothing was fitted to {len(fit.left_out)} of the samples, whose features lie far from all others': "
+            f"{job.names(fit.left_out)}"
+        )
+    return fit
+
+
+def tell_fit(job: Job, fit: Solution) -> None:
+    """Log how a head was fitted. Not a collective."""
+    reached = "" if fit.converged else f"; not converged, off by {100 * fit.error:.0f} % at most"
+    centres = "" if fit.compared_with in (None, fit.rows) else f", {fit.compared_with} centres"
+    held_out = fit.chosen
+    judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}" if held_out else ""
+    job.logger.info(
+        f"head fitted: {fit.rows} rows{centres}, ridge penalty {fit.penalty:.2g} (best of {len(fit.trials)}), "
+        f"{fit.steps} iterations{judged}{reached}"
+    )
+
+
+def zero_last_layer(job: Job) -> None:
+    """Let the model's own last layer start with zeros."""
+    _, layer = before_last_layer(job.opened.chain)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+
+
+def score_held_out(job: Job, solving: Config) -> Score:
+    """Return the model's means over the held-out samples of all ranks, in the views of a fitted head. Collective."""
+    held, chain, totals = job.factory.held_out(solving), job.factory.context.chain, Totals()
+    announce(held.images, held.batches)
+    with in_evaluation(chain.model), torch.no_grad():
+        for batch in held.batches:
+            images = held.images.load(batch.ids, batch.views)
+            with in_precision(solving.optimizer.precision):
+                logits = chain.run(images, 0, len(chain.blocks)).float()[: batch.counted]
+            labels = batch.labels[: batch.counted]
+            totals.add(logits, labels, float(functional.cross_entropy(logits.double(), labels)))
+    return reduce({MODEL: totals}, [MODEL], job.world, name="held-out")[MODEL]

@@ -306,7 +306,9 @@ class Factory:
             return Opened(part, open_fitted_head(context, settings), feed, chain, length)
         module, _, function = CHOICES[settings.strategy.strategy].builder.partition(":")
         strategy: Strategy = getattr(importlib.import_module(module), function)(context, settings)
-        return Opened(part, strategy, feed, chain, length)
+        opened = Opened(part, strategy, feed, chain, length)
+        opened.plan(settings.optimizer.epochs * opened.steps_per_epoch)
+        return opened
 
     def rows(self, config: Config) -> int:
         """Return how many views of samples a head is fitted to, on all ranks."""

@@ -105,7 +105,7 @@ def test_a_time_that_set_up_alone_has_spent_is_named_with_the_one_that_is_needed
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A machine may be fast enough for every whole second that could be given.
-    monkeypatch.setattr("hvfreeze.training.time_budget.TimeBudget.elapsed", lambda budget: 60.0)
+    monkeypatch.setattr("hvfreeze.training.budget.Budget.elapsed", lambda budget: 60.0)
     given = ["--run-dir", str(run_dir), "--time-budget", "20s"]
     refused(call("train", *SMALL, *given), 2, "--time-budget (20s)", "at least about")
 

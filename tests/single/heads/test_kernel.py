@@ -188,7 +188,7 @@ def test_memory_for_likenesses_is_never_more_than_was_allowed() -> None:
 def test_a_solution_leaves_neither_rows_nor_a_second_copy_of_the_head(*, kernel: bool) -> None:
     features, labels, _ = labelled_table(530)
     batches = padded_batches(np.arange(530), lambda ids, views: labels[torch.from_numpy(ids)], 16)
-    terms = FitTerms(np.arange(530) % 10 == 0, trained=False, compare_mirrored=False, sampled=None)
+    terms = FitTerms(np.arange(530) % 10 == 0, trained=False, sampled=None)
     rows = RowsOfBatches(
         batches,
         lambda batch: features[torch.from_numpy(batch.ids)],

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
+from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact, rows_are_their_own
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
 from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks
@@ -418,25 +418,12 @@ class CachedLoader:
                 self._halves.check(inputs, cut)
         except UsageError as error:
             return str(error)
-        return "" if self._rows_are_their_own(cut, inputs) else BATCHWISE.format(self._chain.blocks[cut - 1].name)
 
-    def _rows_are_their_own(self, cut: int, inputs: Inputs) -> bool:
-        """Tell whether the first `cut` blocks compute half of a batch alike where the other half is another."""
-        rows = self._samples.batch_rows
-        half = rows // 2
-        if not half:
-            return True
-        order = torch.cat([torch.arange(half), torch.arange(rows - half) % half])
+        def run(given: Inputs) -> Tensor:
+            return self._passes.run(given, 0, cut)
 
-        def other_half(leaf: Any) -> Any:
-            whole = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows
-            return torch.index_select(leaf, 0, order, out=torch.empty_like(leaf)) if whole else leaf
-
-        first = self._passes.run(inputs, 0, cut)
-        other = self._passes.run(tree_map(other_half, inputs), 0, cut)
-        return torch.allclose(
-            first[:half].double(), other[:half].double(), rtol=1e-2, atol=1e-2 * float(first.abs().max())
-        )
+        alone = rows_are_their_own(run, inputs, run(inputs))
+        return "" if alone else BATCHWISE.format(self._chain.blocks[cut - 1].name)
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
         """Return what must match before rows at `cut` may be used; of the inputs, types, shapes and strides count."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact
+from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact, rows_are_their_own
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, free_bytes
 from hvfreeze.cache.file.reader import directory_bytes, remove_left_over
@@ -32,6 +32,7 @@ from hvfreeze.comm.agreement import results_of_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.shards import Ids
+from hvfreeze.errors import UsageError
 from hvfreeze.prefix.splits import RowSource
 from hvfreeze.runs.clock import PhaseClock
 
@@ -178,7 +179,10 @@ class PrefixTrial:
 
 
 def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> PrefixTrial:
-    """Return what two forwards with a batch, (B, C, H, W), tell of a frozen prefix."""
+    """Return what three forwards with a batch, (B, C, H, W), tell of a frozen prefix.
+
+    Raises UsageError where a sample's output depends on the other samples of its batch.
+    """
     seconds, outputs = [], []
 
     def run(x: Tensor) -> Tensor:
@@ -188,6 +192,11 @@ def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Prefix
         return outputs[-1]
 
     exact = permuted_batch_is_exact(run, images)
+    if not rows_are_their_own(run_prefix, images, outputs[0]):
+        raise UsageError(
+            "frozen blocks compute a sample's output from its neighbours in the batch too, as a BatchNorm without "
+            "running statistics does, so that it cannot be cached: use --cache off, or layers with running statistics"
+        )
     # The first forward also brings libraries and memory up to speed.
     return PrefixTrial(exact, seconds[-1], row_elements=outputs[-1][0].numel(), dtype=outputs[-1].dtype)
 

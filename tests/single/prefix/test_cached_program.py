@@ -225,3 +225,20 @@ def test_samples_dealt_out_anew_to_one_rank_are_its_own_and_cached(tmp_path: Pat
     }
     assert found["on"]["parameter_digest"] == found["off"]["parameter_digest"]
     assert found["on"]["cache"]["rows_read"] > 0
+
+
+def test_blocks_that_look_at_neighbours_are_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "by_batch.py").write_text(
+        "from torch import nn\n"
+        "def make(num_classes):\n"
+        "    first = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, track_running_stats=False), nn.ReLU())\n"
+        "    return nn.Sequential(first, nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(4704, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = (*TRAIN, "--model", "by_batch:make", "--freeze", "static", "--cut", "1", "--epochs", "1")
+    assert main([*flags, "--cache", "on", "--cache-dir", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1 and "from its neighbours in the batch" in said[0] and "--cache off" in said[0], said
+    assert main([*flags, "--run-dir", str(tmp_path / "plain")]) == 0

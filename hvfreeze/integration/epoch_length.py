@@ -61,14 +61,14 @@ class EpochLength:
             passes: backward passes in a step, each over one batch.
         """
         if self._first is None:
-            under_way = find_pass() if step == 0 else None
-            if under_way is None:
-                self.waits = False
-                return None
-            batches = length_of(under_way)
+            under_way = find_pass()
+            batches = None if under_way is None else length_of(under_way)
             if batches is not None:
                 self.waits = False
                 return -(-batches // passes)
+            if under_way is None or step > 0:  # a script that resumes may be in the middle of a pass
+                self.waits = False
+                return None
             self._first = weakref.ref(under_way)
         under_way = self._first()
         ended = under_way is None or under_way._num_yielded < self._yielded

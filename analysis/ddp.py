@@ -26,9 +26,10 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.inference.normalisation import normalisation_of
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.choices import rows_evaluated
-from hvfreeze.training.stage_build import Blueprint, normalisation_of
+from hvfreeze.training.stage_build import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 

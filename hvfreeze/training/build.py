@@ -42,6 +42,7 @@ from hvfreeze.freezing.frozen_prefix import trainable_of
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
+from hvfreeze.inference.normalisation import normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -57,7 +58,7 @@ from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.recipes import first_part, named, planned
-from hvfreeze.training.stage_build import Blueprint, Factory, normalisation_of
+from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import code_sha256, is_named_code
 

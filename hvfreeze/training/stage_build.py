@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.config.rules import is_downloaded
 from hvfreeze.config.sections import HeadConfig, ModelConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
-from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import Images
-from hvfreeze.data.views import Augment, Statistics, seen_shape
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.data.views import Augment, seen_shape
+from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import release_model
 from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.heads.probe import HeldOut, Probe, seen_by
-from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.model_sources import build_model, set_memory_formats, timm_statistics
+from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.segments import work_of
-from hvfreeze.model.weight_names import entry_of_file, find_entry
-from hvfreeze.model.weights import statistics_of_entry
 from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
 from hvfreeze.strategies.choices import CHOICES
 from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
 from hvfreeze.training.budget import Work
-from hvfreeze.user_code import TIMM
 from hvfreeze.wording import plural
 
 
@@ -118,97 +107,6 @@ class Blueprint:
         """Return what `build` does for the data set's classes; torch's generator starts at `seed` and has moved on."""
         torch.manual_seed(seed)
         return self.build(self.classes)
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """The mean and standard deviation of each channel with which images are normalised, and where they come from."""
-
-    statistics: Statistics
-    source: str
-
-    def describe(self) -> str:
-        """Return a note for the user."""
-        mean, std = (", ".join(f"{number:.4g}" for number in numbers) for numbers in self.statistics)
-        return f"images are normalised with mean {mean} and standard deviation {std}: {self.source}"
-
-
-def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module) -> Normalisation:
-    """Return how a run normalises images: as it was told, as the weights were trained, or by the data's own values."""
-    given = config.data.statistics()
-    if given is not None:
-        return Normalisation(given, "--mean and --std")
-    known = trained_with(config.model, model)
-    if known is not None:
-        return known
-    name = image_set.name
-    source = f"those of {name}" if name in MEASURED else "ImageNet's, for want of others"
-    configured = configured_in(model)
-    if configured is not None and configured != (image_set.mean, image_set.std):
-        mean, std = (",".join(f"{number:.4g}" for number in numbers) for numbers in configured)
-        source += f"; the model's configuration has --mean {mean} --std {std}, in case it comes with trained weights"
-    return Normalisation((image_set.mean, image_set.std), source)
-
-
-def trained_with(settings: ModelConfig, model: nn.Module) -> Normalisation | None:
-    """Return the mean and standard deviation that images had when the weights were trained, None where nobody says.
-
-    In this order: the card that a run leaves beside its model, torchvision of its own weights, the configuration that
-    comes with a file of a hub, and what timm says of the model, or the model of itself.
-    """
-    if settings.weights == "none":
-        return None
-    entry = find_entry(settings.model, settings.weights)
-    if entry is None and not is_downloaded(settings.weights):
-        path = Path(os.path.expanduser(settings.weights))
-        with suppress(RefusedError):
-            card = read_card(path.with_suffix(".yaml"))
-            if card.image is not None and card.sha256 == sha256_of(path):
-                return Normalisation((card.image.mean, card.image.std), f"those of the run that made {path}")
-        configured = configured_beside(path)
-        if configured is not None:
-            return Normalisation(configured, f"those in {path.with_name(HUB_CONFIGURATION)}")
-        entry = entry_of_file(settings.model, path)
-    if entry is not None:
-        return Normalisation(statistics_of_entry(entry), f"torchvision's for {entry}")
-    if settings.model.startswith(TIMM):
-        known = timm_statistics(settings.model)
-        return known and Normalisation(known, f"timm's for {settings.model.removeprefix(TIMM)}")
-    known = configured_in(model)
-    return known and Normalisation(known, f"those in the configuration of {settings.model}")
-
-
-HUB_CONFIGURATION = "config.json"
-MEASURED = ("digits", "cifar10", "cifar100")
-"""Data sets whose own values are known."""
-
-
-def configured_beside(path: Path) -> Statistics | None:
-    """Return mean and standard deviation in the configuration that a hub keeps beside a file of timm's weights."""
-    try:
-        tree = json.loads(path.with_name(HUB_CONFIGURATION).read_bytes()[: 2**20])
-    except (OSError, ValueError):
-        return None
-    return statistics_in(tree.get("pretrained_cfg")) if isinstance(tree, dict) else None
-
-
-def configured_in(model: nn.Module) -> Statistics | None:
-    """Return mean and standard deviation in the configuration of a model that timm has made; None of any other."""
-    return statistics_in(getattr(model, "pretrained_cfg", None))
-
-
-def statistics_in(configuration: Any) -> Statistics | None:
-    """Return mean and standard deviation in a configuration of timm's, None where it has none for three channels."""
-    if not isinstance(configuration, Mapping):
-        return None
-    found = []
-    for name in ("mean", "std"):
-        numbers = configuration.get(name)
-        if not isinstance(numbers, (list, tuple)) or [*map(type, numbers)] not in ([float] * 3, [int] * 3):
-            return None
-        found.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
-    mean, std = found
-    return (mean, std) if min(std) > 0 else None
 
 
 HELD_OUT = 0.1

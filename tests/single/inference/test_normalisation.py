@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.training import stage_build
-from hvfreeze.training.stage_build import Normalisation, normalisation_of
+from hvfreeze.inference import normalisation
+from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from tests.program import call
 
 HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -31,7 +31,7 @@ def configured(**more: Any) -> nn.Module:
 
 @pytest.mark.parametrize("weights", ["DEFAULT", "lite0.pt", "https://some.org/lite0.pt"])
 def test_weights_of_timm_have_the_statistics_that_it_says(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
-    monkeypatch.setattr(stage_build, "timm_statistics", lambda name: HALF)
+    monkeypatch.setattr(normalisation, "timm_statistics", lambda name: HALF)
     there = found(model="timm:tf_efficientnet_lite0", weights=weights)
     assert there == Normalisation(HALF, "timm's for tf_efficientnet_lite0")
     assert found(model="timm:tf_efficientnet_lite0").statistics == IMAGENET, "weights that start at random"
@@ -42,7 +42,7 @@ def test_weights_of_timm_have_the_statistics_that_it_says(monkeypatch: pytest.Mo
 def test_the_configuration_beside_a_file_comes_before_that_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_build, "timm_statistics", lambda name: HALF)
+    monkeypatch.setattr(normalisation, "timm_statistics", lambda name: HALF)
     file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
     for text, expected in (
         (json.dumps({"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]}}), (0.1, 0.2, 0.3)),

@@ -1,14 +1,10 @@
 """What does the whole command take, starting, reading images, evaluating and leaving included, on 1, 2 and 4 ranks?
 
     python -m analysis.clock --data-dir DIR --weights FILE --weights64 FILE [--out DIR]
-    python -m analysis.clock --start --data-dir DIR --weights FILE [--out DIR]
 
 `--freeze auto` beside the shortest full fine-tuning that is within half a point of the best, as the kept results of
 analysis.peers and peers64 have it, with the learning rate that it has there; ways in turn, on an idle machine. On other
 than two ranks one epoch of full fine-tuning is made, and the others take as long. Rows that are there stay.
-
-With --start: what a start takes, by phase, from the launcher to the end of the first step, of ResNet-18 on two ranks.
-Starts are made anew each time, and start.csv has them all.
 """
 
 from __future__ import annotations
@@ -25,14 +21,13 @@ from typing import Any
 
 from analysis.parts.clock_tables import readme
 from analysis.parts.peers import Cell, by_samples, cell_of, shortest
-from analysis.parts.start_tables import columns, table
 from analysis.peers import PEERS, Ground
 from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
-from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
 
 RANKS = (2, 1, 4)
@@ -68,17 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.clock", description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path, required=True, help="CIFAR-10")
     parser.add_argument("--weights", type=Path, required=True, help="of a ResNet-18 trained at 32 pixels")
-    parser.add_argument("--weights64", type=Path, help="of one trained at 64 pixels")
-    parser.add_argument("--start", action="store_true", help="only starts, by phase; needs no --weights64")
+    parser.add_argument("--weights64", type=Path, required=True, help="of one trained at 64 pixels")
     parser.add_argument(
         "--out", type=folder_to_write, default=RESULTS / "clock", help="folder for rows.csv and README.md"
     )
     parser.add_argument("--repeats", type=int, default=1, help="of every command (1)")
     options = parser.parse_args(arguments)
-    if options.start:
-        return time_starts(options)
-    if options.weights64 is None:
-        parser.error("--weights64 is needed, but for --start")
     weights = {"peers": options.weights, "peers64": options.weights64}
     try:
         rows = texts_of(options.out / "rows.csv")
@@ -97,71 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"clock: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def time_starts(options: argparse.Namespace) -> int:
-    """Time a start on each kind of data, and write it up; return the exit code."""
-    try:
-        if not (options.data_dir / "train").is_dir():
-            raise UsageError(f"--data-dir ({options.data_dir}) must have a folder train/CLASS with images for --start")
-        path = options.out / "start.csv"
-        rows, made = texts_of(path), list[dict[str, str]]()
-        for _ in range(options.repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                few = folder_of(options.data_dir / "train", Path(folder) / "few", FEW)
-                for data, flags in starts(options.data_dir, few, options.weights).items():
-                    made.append({"data": data, "ranks": str(START_RANKS), **start(flags), **stamp()})
-                    publish(path, to_csv([*rows, *made]))
-                    print(f"{data}: {made[-1]['beside_torch_seconds']} s beside the import of torch", flush=True)
-        print(table(made))
-    except HvfreezeError as error:
-        print(f"clock: error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-START_RANKS = 2
-FEW = 5_000
-"""Images."""
-
-
-def starts(data_dir: Path, few: Path, weights: Path) -> dict[str, dict[str, object]]:
-    """Return the flags of each start; `few` is a folder of `FEW` of the images."""
-    images = {"data": "imagefolder", "model": "resnet18", "weights": weights.resolve()}
-    return {
-        "digits": {"data": "digits", "model": "resnet18"},
-        f"a folder of {FEW} images": {**images, "data-dir": few},
-        f"{FEW} images of {data_dir.name}": {**images, "data-dir": data_dir.resolve(), "train-samples": FEW},
-    }
-
-
-def folder_of(tree: Path, folder: Path, count: int) -> Path:
-    """Make a folder of links to as many images of each class of `tree`, `count` in all, and return it."""
-    classes = sorted(each for each in tree.iterdir() if each.is_dir())
-    for each in classes:
-        (folder / each.name).mkdir(parents=True)
-        for image in sorted(each.iterdir())[: count // len(classes)]:
-            (folder / each.name / image.name).symlink_to(image.resolve())
-    return folder
-
-
-def start(flags: dict[str, object]) -> dict[str, str]:
-    """Return what a start took; see `start_tables.columns`.
-
-    Raises:
-        RefusedError: it failed, or hangs.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.txt"
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        program = [sys.executable, "-m", "analysis.parts.start_phases", folder, str(time.monotonic())]
-        launcher = ["mpirun", "-n", str(START_RANKS), "--bind-to", "none", "--oversubscribe"]
-        follow([*launcher, *program, "train", *words, "--quiet", f"--run-dir={folder}/run"], log, timeout=SECONDS)
-        files = [Path(folder, f"{rank}.json") for rank in range(START_RANKS)]
-        if not all(file.exists() for file in files):
-            last = log.read_text(errors="replace").splitlines()[-3:]
-            raise RefusedError(f"a start with {' '.join(words)} failed: {' / '.join(last)}")
-        return columns([json.loads(file.read_text(encoding="utf-8")) for file in files])
 
 
 def commands() -> Iterator[Timed]:

@@ -6,7 +6,6 @@
 Strong: the same images and the same batch of all ranks, in full, with blocks frozen by a schedule, and a head solved.
 Weak: as many images and as large a batch for each rank. DIR is a folder of images, {train,test}/CLASS/*; FILE a
 ResNet-18 trained at 32 pixels. Each rank has one thread and a core of its own. An idle machine, please.
-`analysis.parts.sums` measures MPI's sums alone.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ EXPERIMENT = Experiment(
     answers=answers,
     tables=tables,
     drawings=drawings,
-    shown=2,
     limits=(
         "A run a cell, but for one that has two: differences of a tenth say nothing.",
         "Six steps an epoch, and two or three epochs that count: those of one run differ by more than a tenth.",

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from analysis import (
     adaptive,
-    auto_parts,
     baseline,
     cache_benefit,
     caching,
@@ -26,16 +25,13 @@ from analysis import (
     own_scripts,
     peers,
     pixels64,
-    scaling,
     static_sweep,
     strategies,
     votes,
 )
 from analysis.sweeps.sweep import main as main_of
 
-EXPERIMENTS = tuple(
-    module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication, scaling)
-)
+EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication))
 """Those that begin with the same weights, or with none."""
 GROUPS = {
     "Full fine-tuning, and the study's questions": tuple(
@@ -43,11 +39,11 @@ GROUPS = {
     ),
     "`--freeze auto` and solved heads": (
         *peers.EXPERIMENTS.values(),
-        *(module.EXPERIMENT for module in (grounds, auto_parts, exact_head)),
+        *(module.EXPERIMENT for module in (grounds, exact_head)),
     ),
     "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT, own_scripts.EXPERIMENT),
     "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
-    "Cores and networks": tuple(module.EXPERIMENT for module in (cores, communication, scaling, compression)),
+    "Cores and networks": tuple(module.EXPERIMENT for module in (cores, communication, compression)),
     "Strategies": (strategies.EXPERIMENT,),
 }
 """All experiments by what a reader looks for; those that are not in `EXPERIMENTS` are commands of their own."""

@@ -2,7 +2,6 @@
 
     python -m analysis.growth [--preset smoke|reduced|full] [--rows N [N ...]] [--out DIR]
     python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
-    python -m analysis.growth --shares         what one of 256 ranks does for 1 000 000 images, on this machine alone
 
 Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
 command, with a ResNet-18 that was trained at 32 pixels, and beside it through full fine-tuning. DIR gets
@@ -25,8 +24,7 @@ from typing import Any
 
 import torch
 
-from analysis.parts.growth_pages import AUTO, MEASURED, SHARES, Line, growth_figure, kept, readme, shares_in
-from analysis.parts.growth_shares import RANKS, SAMPLES, shares
+from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kept, readme
 from analysis.sweeps.experiment import save_figure
 from analysis.sweeps.kept import RESULTS, publish, stamp
 from analysis.sweeps.launching import follow
@@ -104,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
     parser.add_argument("--weights", type=Path, help="of a ResNet-18 trained at 32 pixels")
-    parser.add_argument("--shares", action="store_true", help="only what one of many ranks does beside training, anew")
     options = parser.parse_args(arguments)
     if (options.data_dir is None) != (options.weights is None):
         parser.error("--data-dir and --weights go together")
@@ -114,16 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         planned += [Planned("images", count, 2, way=way) for count, ways in IMAGES.items() for way in ways]
     lines = kept(options.out / MEASURED)
     try:
-        if options.shares:
-            planned, found = [], {**measured_shares(), **stamp(), "finished": now()}
-            publish(options.out / SHARES, json.dumps(found, indent=1) + "\n")
         for run in missing([run for run in planned if options.rows is None or run.rows in options.rows], lines):
             found = measure(run, options.data_dir, options.weights)
             lines.append({**asdict(run), **found, **stamp(), "finished": now()})
             publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
         save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
-        publish(options.out / "README.md", readme(lines, preset=preset_of(lines), shares=shares_in(options.out)))
+        publish(options.out / "README.md", readme(lines, preset=preset_of(lines)))
     except HvfreezeError as error:
         print(f"growth: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -133,12 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def now() -> str:
     """Return the time in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def measured_shares() -> dict[str, Any]:
-    """Return what one of `RANKS` ranks does for `SAMPLES` images."""
-    found = [share._asdict() for share in shares(samples=SAMPLES, ranks=RANKS)]
-    return {"samples": SAMPLES, "ranks": RANKS, "shares": found}
 
 
 def preset_of(lines: Sequence[Line]) -> str:

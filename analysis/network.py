@@ -1,7 +1,7 @@
 """N nodes, how many times faster? Ours, Horovod with fp16 and DDP with PowerSGD on networks of 200 Mbit/s to 10 Gbit/s.
 
     python -m analysis.network [--out DIR] [--quick]
-    python -m analysis.network --all --data-dir DIR --weights FILE    and communication, scaling and exchange after it
+    python -m analysis.network --all --data-dir DIR --weights FILE    and communication and exchange after it
 
 On the local cluster of launch/, one rank a node, all ways in turn on the same nodes; a network whose rows are in DIR is
 not measured again, so the same command goes on where it was stopped. A step is that of ResNet-18 at 32 pixels on images
@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"folder for rows.csv and README.md [{RESULTS / NAME}; quick: {SMOKE_RESULTS / NAME}]",
     )
     parser.add_argument("--quick", action="store_true", help="two networks, next to no steps: only to see that it runs")
-    parser.add_argument(
-        "--all", action="store_true", help="also communication, scaling and exchange, with what follows"
-    )
+    parser.add_argument("--all", action="store_true", help="also communication and exchange, with what follows")
     parser.add_argument("--worker", nargs=3, metavar=("JOB", "FILE", "FOLDER"), help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(arguments)
     if options.worker is not None:
@@ -103,10 +101,9 @@ def measure_missing(out: Path, *, quick: bool) -> None:
 
 def others(arguments: Sequence[str]) -> int:
     """Run the other experiments about networks; return the worst exit code."""
-    from analysis import communication, exchange, scaling
+    from analysis import communication, exchange
 
-    codes = [main_of(experiment, arguments) for experiment in (communication.EXPERIMENT, scaling.EXPERIMENT)]
-    return max(*codes, exchange.main([]))
+    return max(main_of(communication.EXPERIMENT, arguments), exchange.main([]))
 
 
 def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:

@@ -3,8 +3,7 @@
     python -m analysis.static_sweep --preset reduced --data-dir DIR --weights FILE
 
 Two splits: the study's seven groups, and a group per residual block. A cut of the finer split that falls on a boundary
-of the coarser one is the same computation, and is run once. How much a prefix costs depends on the image size: the
-study's groups are timed at 224 pixels too, for a few steps.
+of the coarser one is the same computation, and is run once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from analysis.parts import larger_images
 from analysis.sweeps import paper
 from analysis.sweeps.charts import PAPER_COLOUR, Line, in_time, line_chart
 from analysis.sweeps.experiment import Answer, Drawing, Experiment
@@ -42,7 +40,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
             planned.append(preset.run(coarse(cut), seed, {"blocks": preset.coarse, "freeze": "static", "cut": cut}))
         for cut in preset.few(INNER):
             planned.append(preset.run(fine(cut), seed, {"blocks": preset.fine, "freeze": "static", "cut": cut}))
-    return planned if preset.is_smoke else [*planned, *larger_images.runs(preset)]
+    return planned
 
 
 def coarse(cut: int) -> str:
@@ -61,11 +59,6 @@ def answers(results: Results) -> list[Answer]:
     gain, change = results.gain(label), results.change(label)
     if gain.n == 0:
         return []
-    larger = tuple(
-        f"A step alone at {size} pixels is {shown(larger_images.gain(results, size, HEADLINE), factor)} as fast: "
-        "one run each, the interval is over its epochs."
-        for size in larger_images.sizes(results)
-    )
     first = f"With {HEADLINE} of 7 groups frozen, training is {results.gain_text(label, count=True)} as fast."
     saved = (
         f"That is {shown(time_saved(gain), percent)} less time.",
@@ -83,7 +76,7 @@ def answers(results: Results) -> list[Answer]:
     )
     behind = is_below(results.over_front(label), 0)
     return [
-        Answer(time, first, gain.n, negative=is_below(gain, 1), details=(*saved, *larger)),
+        Answer(time, first, gain.n, negative=is_below(gain, 1), details=saved),
         Answer(cost, second, change.n, negative=behind, details=costs),
     ]
 
@@ -98,8 +91,6 @@ def tables(results: Results) -> list[Table]:
             rows.append((str(cut), *results.compared(label(cut)), results.lead_text(label(cut)), *theirs))
         more = ("Study: speed-up", "Study: accuracy") if label is coarse else ()
         found.append(Table(title=title, columns=("Frozen", *COMPARED, SAME_TIME, *more), rows=tuple(rows)))
-    if larger_images.sizes(results):
-        found.append(larger_images.table(results))
     phases = phase_table(group_by_seed(results.runs_of(*map(coarse, GROUPS))))
     return [*found, replace(phases, title="Seconds by phase")]
 
@@ -113,7 +104,7 @@ def drawings(results: Results) -> list[Drawing]:
     frozen, spread = "frozen groups (of 7)", results.spread(labels)
     here = Line(label="here", colour=COLOURS[0], points={cut: results.gain(coarse(cut)) for cut in known})
     theirs = of_study("study (Figure 3)", paper.SPEED_UP)
-    lines = [here, *larger_images.lines(results), theirs]
+    lines = [here, theirs]
     speed = line_chart(lines, x=frozen, y="speed-up over training all layers")
     here = Line(
         label="here", colour=COLOURS[0], points={cut: results.mean(coarse(cut), "test_accuracy") for cut in known}
@@ -121,7 +112,7 @@ def drawings(results: Results) -> list[Drawing]:
     theirs = of_study("study (Figures 4, 5), other setting", paper.STATIC_ACCURACY)
     accuracy = line_chart([here, theirs], x=frozen, y="test accuracy (%)", scale=100)
     inner = [fine(cut) for cut in INNER if results.of(fine(cut))]
-    fastest = f"Speed-up by the number of frozen groups; {spread}; larger images: one run each, over its epochs."
+    fastest = f"Speed-up by the number of frozen groups; {spread}."
     return [
         Drawing("speed-up", fastest, speed),
         Drawing("accuracy", f"Test accuracy by the number of frozen groups; {spread}.", accuracy),

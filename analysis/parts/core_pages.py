@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 from analysis.sweeps.charts import FULL, METHOD_COLOURS, OTHERS, Line, line_chart
 from analysis.sweeps.experiment import Answer, Drawing
@@ -39,7 +37,6 @@ LOOKS = {
     "solved-few": (METHOD_COLOURS["--freeze auto"], DASHES[0]),
 }
 
-SUMS = "sums.jsonl"
 PARTS = ("train_seconds", "seconds_allreduce", "seconds_optimizer")
 
 
@@ -175,24 +172,7 @@ def tables(results: Results) -> list[Table]:
         "Images a second of all ranks, against the fewest ranks that the way was measured on (copies: one rank alone). "
         "Training: seconds of rank 0, or of copy 0, all epochs"
     )
-    return [Table(title=title, columns=heads, rows=tuple(rows)), *sums(results.directory / SUMS)]
-
-
-def sums(path: Path) -> list[Table]:
-    """Return what analysis.parts.sums has measured, a column for each way of copying; nothing without it."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    ways = list(dict.fromkeys(line["smsc"] for line in lines))
-    taken: dict[int, dict[str, float]] = {}
-    for line in lines:
-        taken.setdefault(line["ranks"], {})[line["smsc"]] = line["median_ms"]
-    cells = {ranks: [f"{found[way]:.1f} ms" if way in found else "" for way in ways] for ranks, found in taken.items()}
-    title = (
-        "A sum of 44.7 MB, as many bytes as ResNet-18's gradients, by MPI alone: medians of ten "
-        f"({', '.join(dict.fromkeys(line['mpi'] for line in lines))})"
-    )
-    heads = ("Ranks", *(f"OMPI_MCA_smsc={way}" if way else "as Open MPI chooses" for way in ways))
-    rows = tuple((str(ranks), *own) for ranks, own in cells.items())
-    return [Table(title=title, columns=heads, rows=rows)] if rows else []
+    return [Table(title=title, columns=heads, rows=tuple(rows))]
 
 
 def middle(values: Mapping[int, float]) -> Interval:

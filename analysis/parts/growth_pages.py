@@ -24,7 +24,6 @@ Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 MEASURED = "measured.jsonl"
 """Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
-SHARES = "shares.json"
 AUTO = "--freeze auto"
 UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept lines that name none."""
@@ -36,12 +35,6 @@ KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 def kept(path: Path) -> list[Line]:
     """Return the lines of runs that were made; none where there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def shares_in(folder: Path) -> Line | None:
-    """Return what one of many ranks does beside training, None where that was not measured."""
-    path = folder / SHARES
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def growth_figure(lines: Sequence[Line]) -> Figure:
@@ -95,7 +88,7 @@ def took(line: Line) -> float:
     return float(sum(line["seconds"].values()) if line["kind"] == "made" else line["command_seconds"])
 
 
-def readme(lines: Sequence[Line], *, preset: str, shares: Line | None = None) -> str:
+def readme(lines: Sequence[Line], *, preset: str) -> str:
     """Return README.md; the commands that it names make the runs that there are, with a preset that has them."""
     made = [line for line in in_order(lines) if line["kind"] == "made"]
     images = [line for line in in_order(lines) if line["kind"] == "images"]
@@ -106,13 +99,7 @@ def readme(lines: Sequence[Line], *, preset: str, shares: Line | None = None) ->
         parts.append(made_table(made).to_text())
     if images:
         parts += [image_table(images).to_text(), phase_table(images).to_text()]
-    if shares is not None:
-        parts += [
-            f"One of {shares['ranks']} ranks, for {shares['samples']:,} images, beside training:\n",
-            share_table(shares["shares"]).to_text(),
-        ]
-    stamped = [*lines, *([shares] if shares is not None else [])]
-    sources = ", ".join(dict.fromkeys(str(line["commit"]) for line in stamped))
+    sources = ", ".join(dict.fromkeys(str(line["commit"]) for line in lines))
     parts += [
         "## Limits\n",
         "- Made rows are Gaussian around the means of their classes; features of images are less regular.",
@@ -121,9 +108,8 @@ def readme(lines: Sequence[Line], *, preset: str, shares: Line | None = None) ->
         "",
         "## How it was made\n",
         *(f"- `{command(some, preset=preset)}`" for some in (made, images) if some),
-        *(["- `python -m analysis.growth --shares`"] if shares is not None else []),
-        f"- {machines_of(stamped, unstamped=UNSTAMPED)}; source: {sources}",
-        f"- every run: [{MEASURED}]({MEASURED})" + (f", [{SHARES}]({SHARES})\n" if shares is not None else "\n"),
+        f"- {machines_of(lines, unstamped=UNSTAMPED)}; source: {sources}",
+        f"- every run: [{MEASURED}]({MEASURED})\n",
     ]
     return "\n".join(parts)
 
@@ -234,22 +220,6 @@ def made_table(lines: Sequence[Line]) -> Table:
         for line in lines
     ]
     return Table(columns=columns, rows=tuple(rows), title="Made rows: seconds of each phase")
-
-
-def share_table(shares: Sequence[Line]) -> Table:
-    """Return a row for each piece of work of one rank of many."""
-    rows = [
-        (
-            each["what"],
-            each["who"],
-            seconds(each["seconds"]) if each["seconds"] >= 0.1 else f"{1e3 * each['seconds']:.2f} ms",
-            megabytes(each["num_bytes"]) if each["num_bytes"] else "",
-            each["how"],
-        )
-        for each in shares
-    ]
-    columns = ("work", "who, and when", "time", "sent, written or held", "how it was found")
-    return Table(columns=columns, rows=tuple(rows), title="What one of many ranks does beside training")
 
 
 def image_table(lines: Sequence[Line]) -> Table:

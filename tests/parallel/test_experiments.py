@@ -22,21 +22,10 @@ from tests.parallel.nodes import launch, scratch, wait_until
 from tests.parallel.sizes import seldom
 
 pytestmark = pytest.mark.mpi
-ON_NODES = {"communication", "scaling", "strategies"}
+ON_NODES = {"communication", "strategies"}
 OFTEN = ("baseline",)
-SELDOM = (
-    "communication",
-    "peers",
-    "static_sweep",
-    "adaptive",
-    "votes",
-    "caching",
-    "scaling",
-    "pixels64",
-    "exact_head",
-    "compression",
-)
-SELDOM += ("strategies", "auto_parts", "grounds", "criteria", "own_scripts", "cores")
+SELDOM = ("communication", "peers", "static_sweep", "adaptive", "votes", "caching", "pixels64", "exact_head")
+SELDOM += ("compression", "strategies", "grounds", "criteria", "own_scripts", "cores")
 """They differ in flags and pages, which tests/single/analysis tries without training."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import torch
 from analysis import growth
 from analysis.growth import PRESETS, Planned, missing
 from analysis.parts import growth_rows
-from analysis.parts.growth_pages import AUTO, SHARES, UNSTAMPED, growth_figure, readme, shares_in, whole_commands
+from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme, whole_commands
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, solve
-from analysis.parts.growth_shares import shares
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.rows import Chunk
 
@@ -111,22 +109,3 @@ def test_full_fine_tuning_is_asked_for_both_images(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(growth, "accuracy_for_both", lambda run_dir, data_dir: 0.5)
     found = [growth.measure(Planned("images", 9, 1, way=way), tmp_path, tmp_path) for way in (growth.FULL, AUTO)]
     assert ["accuracy_for_both" in each for each in found] == [True, False]
-
-
-def test_what_one_of_many_ranks_does_is_measured_and_told(tmp_path: Path) -> None:
-    found = list(shares(samples=4_000, ranks=5))
-    assert [share.what for share in found][:3] == [
-        "list the images",
-        "take what rank 0 has listed",
-        "deal the samples out",
-    ]
-    assert found[1].num_bytes > 4_000 * 10, "the names of all images"
-    own, whole = (share.num_bytes for share in found if "in the cache" in share.what)
-    assert whole == 4_000 * 2 * 3 * 8 and own == whole / 5, "three numbers a row"
-    assert found[-1].what.startswith("vote") and found[-1].num_bytes == 8 * 5 * 44
-    stamped = {"samples": 4_000, "ranks": 5, "commit": "x", "machine": "one machine"}
-    (tmp_path / SHARES).write_text(json.dumps({**stamped, "shares": [share._asdict() for share in found]}))
-    assert shares_in(tmp_path / "elsewhere") is None
-    page = readme([], preset="smoke", shares=shares_in(tmp_path))
-    assert "One of 5 ranks, for 4,000 images" in page and "other ranks vote as rank 0" in page
-    assert "- one machine; source: x" in page and f"[{SHARES}]({SHARES})" in page

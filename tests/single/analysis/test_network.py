@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import communication, exchange, growth, network, static_sweep
+from analysis import communication, exchange, growth, network
 from analysis.network import row_of
 from analysis.parts import clock_tables
 from analysis.parts.networks.step_times import phase
@@ -88,10 +88,6 @@ def test_intervals_over_the_epochs_of_one_run_are_told_as_such(tmp_path: Path) -
     (answer,) = communication.answers(results)
     assert answer.n == 1 and communication.ONE_RUN in answer.details
     assert communication.ONE_RUN not in communication.answers(recorded("communication"))[0].details
-    details = [detail for answer in static_sweep.answers(recorded("static_sweep")) for detail in answer.details]
-    assert any(
-        "at 224 pixels" in detail and "one run each, the interval is over its epochs" in detail for detail in details
-    )
 
 
 @pytest.mark.parametrize(

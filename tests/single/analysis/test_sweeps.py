@@ -20,7 +20,6 @@ from analysis import (
     network,
     peers,
     pixels64,
-    scaling,
     static_sweep,
     votes,
 )
@@ -118,17 +117,13 @@ def test_a_command_that_makes_no_run_changes_no_file(
 
 
 def test_a_run_that_another_experiment_has_made_is_copied(launches: list[str], tmp_path: Path) -> None:
-    preset = dataclasses.replace(REDUCED, seeds=(0,))
-    carried_out(communication.EXPERIMENT, preset, tmp_path)
-    made = set(launches)
+    carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
     launches.clear()
-    results = carried_out(scaling.EXPERIMENT, preset, tmp_path)
-    assert {row["nodes"] for row in results.rows} == {1, 2, 3, 4}
-    assert launches and all("-3x-" in name for name in launches)
-    copied = [row["run"] for row in results.rows if row["run"] in made]
-    assert len(copied) == len(results.rows) - len(launches)
-    here, there = (KeptRuns(tmp_path / "results" / name).lines for name in ("scaling", "communication"))
-    assert all(here[name] == there[name] for name in copied)
+    more = [*adaptive.runs(SMOKE), SMOKE.run("more", 0)]
+    carried_out(dataclasses.replace(adaptive.EXPERIMENT, name="another", runs=lambda preset: more), SMOKE, tmp_path)
+    assert launches == ["more-s0"]
+    here, there = (KeptRuns(tmp_path / "results" / name).lines for name in ("another", "adaptive"))
+    assert {name: here[name] for name in there} == there
 
 
 def test_without_a_local_cluster_nothing_is_begun_and_no_row_is_lost(

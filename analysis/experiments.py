@@ -29,11 +29,13 @@ from analysis import (
     strategies,
     votes,
 )
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Page
 from analysis.sweeps.sweep import main as main_of
 
-EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, votes, caching, communication))
+EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, caching, communication))
 """Those that begin with the same weights, or with none."""
-GROUPS = {
+GROUPS: dict[str, tuple[Experiment | Page, ...]] = {
     "Full fine-tuning, and the study's questions": tuple(
         module.EXPERIMENT for module in (baseline, static_sweep, adaptive, pixels64)
     ),
@@ -41,13 +43,13 @@ GROUPS = {
         *peers.EXPERIMENTS.values(),
         *(module.EXPERIMENT for module in (grounds, exact_head)),
     ),
-    "Votes and criteria": (votes.EXPERIMENT, criteria.EXPERIMENT, own_scripts.EXPERIMENT),
+    "Votes and criteria": (votes.PAGE, criteria.EXPERIMENT, own_scripts.EXPERIMENT),
     "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
     "Cores and networks": tuple(module.EXPERIMENT for module in (cores, communication, compression)),
     "Strategies": (strategies.EXPERIMENT,),
 }
 """All experiments by what a reader looks for; those that are not in `EXPERIMENTS` are commands of their own."""
-EVERY = tuple(experiment for group in GROUPS.values() for experiment in group)
+EVERY = tuple(each for group in GROUPS.values() for each in group if isinstance(each, Experiment))
 INTERRUPTED = 130
 
 

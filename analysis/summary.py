@@ -15,6 +15,7 @@ from analysis.experiments import EVERY, GROUPS
 from analysis.parts.readme import NOTHING_YET, PARTS
 from analysis.sweeps.experiment import is_complete
 from analysis.sweeps.kept import RESULTS, KeptRuns, publish, read_rows
+from analysis.sweeps.pages import Page, claims
 from analysis.sweeps.results import open_results
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
@@ -94,13 +95,18 @@ def table(root: Path) -> str:
     """Return a table of answers for each group of experiments, in Markdown."""
     parts = []
     for heading, experiments in GROUPS.items():
-        rows = [
-            f"| [{answer.question}](analysis/results/{experiment.name}/README.md) | "
-            f"{f'**({answer.mark})** ' if answer.mark else ''}{answer.text} | {answer.n} |"
-            for experiment in experiments
-            if is_complete(root / experiment.name)
-            for answer in experiment.answers(open_results(root, experiment.name, experiment.reference))
-        ]
+        rows = []
+        for each in experiments:
+            link = f"analysis/results/{each.name}/README.md"
+            if isinstance(each, Page):
+                found = claims(each.text(root)) if (root / each.name).exists() else ()
+                rows += [f"| [{question}]({link}) | {mark}{text} | |" for mark, question, text in found]
+            elif is_complete(root / each.name):
+                rows += [
+                    f"| [{answer.question}]({link}) | {f'**({answer.mark})** ' if answer.mark else ''}{answer.text} "
+                    f"| {answer.n} |"
+                    for answer in each.answers(open_results(root, each.name, each.reference))
+                ]
         if rows:
             parts.append("\n".join([f"### {heading}\n", "| question | answer | n |", "|:---|:---|---:|", *rows]))
     return "\n\n".join(parts) or NOTHING_YET

@@ -1,300 +1,336 @@
 """Do weighted votes of the ranks decide better than one signal, when their data differ? (Left open by the study.)
 
-    python -m analysis.votes --log              every rank's evidence at every vote of runs in which nothing freezes
-    python -m analysis.votes --replay           all rules of voting on that evidence, and the page
-    python -m analysis.votes --train            runs with the rules that differ from the default
-    python -m analysis.votes --preset reduced --data-dir DIR --weights FILE
+    python -m analysis.votes --log --replay --train
 
-The first three need no data. What is there is not made again. Of the last, the runs of the whole program on four ranks:
-Default: label skew Dirichlet(0.1), equal shards, percentile criterion, equal weights, quorum one half. Changed one at a
-time: skew, weights, quorum, shard sizes; controls: the criterion on averaged gradients, and rank 0 alone. A weighted
-median of the ranks' scores is computed afterwards from the scores that every vote wrote down.
+What every rank observes in runs in which nothing freezes; all rules of voting replayed on it; runs with the rules that
+then differ from the default. Each may be asked for alone, no data are needed, and what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
+import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
+import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
-from analysis.parts import vote_pages
-from analysis.parts.vote_log import BATCH, INTERVAL, LR, SKEWS, STEPS
-from analysis.parts.vote_rules import LEFT, LEVEL
-from analysis.parts.vote_study import EVIDENCE, RULES, add_missing, read_logs, replay, train_missing
-from analysis.sweeps.charts import in_time
-from analysis.sweeps.experiment import Answer, Drawing, Experiment, write_up
-from analysis.sweeps.kept import RESULTS, publish
-from analysis.sweeps.presets import REDUCED, PlannedRun, Preset, Value
-from analysis.sweeps.results import FINAL_CUT, Results, open_results
-from analysis.sweeps.statistics import (
-    Interval,
-    is_below,
-    mean_interval,
-    shown,
-    within,
+from analysis.parts import vote_log, vote_replay
+from analysis.parts.vote_log import RANKS, SKEWS, Log, trained
+from analysis.parts.vote_replay import (
+    QUORUMS,
+    WEIGHTINGS,
+    Judged,
+    Rule,
+    Voting,
+    bootstrap,
+    by_seed,
+    default,
+    hindsight,
+    judged,
+    replayed,
+    rules,
+    voted,
 )
-from analysis.sweeps.sweep import main
-from hvfreeze.freezing.criteria import CRITERIA, Evidence
-from hvfreeze.report.figures import NARROW, plot_cuts
+from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
+from analysis.sweeps.kept import RESULTS, publish
+from analysis.sweeps.pages import Page
+from analysis.sweeps.statistics import NOTHING, Interval, paired_difference, shown, signed_points
+from hvfreeze.report.figures import STYLE
 from hvfreeze.report.tables import Table, percent, to_csv
 
-QUESTION = "4. Do weighted votes help when the ranks' data differ?"
-DEFAULT = "default"
-SKEW = "dirichlet:0.1"
-RULE: dict[str, Value] = {"freeze": "percentile", "eta_max": 1.0}
-UNEVEN = (4, 2, 1, 1)
-REFERENCES = {"iid": "iid-full", "dirichlet1": "dirichlet1-full", "sizes": "sizes-full", "sizes-samples": "sizes-full"}
-"""Full fine-tuning on the same data, for those whose data are not the default's."""
+NAME = "votes"
+EVIDENCE, RULES, TRAINED = "evidence.jsonl.gz", "rules.csv", "trained.csv"
+LOOSE = 0.3
+"""A `--min-gain` that freezes something here, beside the program's default."""
+GROUPS = (("gradient-norm", 0.02), ("coherence", 0.02), ("coherence", LOOSE))
+"""Criterion and `--min-gain`."""
+MEASURES = ("early", "late", "forgone", "saved")
+EVERY = "all"
+"""In place of one skew."""
+DIVERGES = 0.05
+"""Part of the votes by which a rule must at least differ from the default, early or late, for it to be trained with."""
+LOGGED, TRAINED_SEEDS = range(10), range(5)
+TRAINED_SKEWS = ("dirichlet0.1", "labels")
+COLUMNS = ("Rule", "Too early", "Too late", "Work saved", "Gain forgone", "Beyond uniform", "Accuracy")
 
 
-WHOLE_PROGRAM = "Runs of the whole program on four ranks, 7 votes each, by the percentile criterion:"
-REPLAY_CAPTION = (
-    "What rules of voting save and what they forgo, as if each had decided on the evidence of the same runs; a line is "
-    "a weighting at quorums of a quarter, a half and three quarters; n = {seeds} seeds. Source {commit}, {processor}."
-)
+def read_logs(path: Path) -> list[Log]:
+    """Return the logged runs of a file, none where it is absent."""
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] if path.exists() else []
 
 
-def variants(ranks: int) -> dict[str, dict[str, Value]]:
-    """Return what is changed against `full`, by label."""
-    sizes = ",".join(str(size) for size in UNEVEN[:ranks])
-    alone = ",".join(["1", *["0"] * (ranks - 1)])
-    changes: dict[str, dict[str, Value]] = {"full": {}, DEFAULT: RULE}
-    for label, partition in (("iid", "iid"), ("dirichlet1", "dirichlet:1")):
-        changes[f"{label}-full"] = {"partition": partition}
-        changes[label] = {**RULE, "partition": partition}
-    changes.update({weight: {**RULE, "vote_weight": weight} for weight in ("loss", "coverage", "snr")})
-    changes.update({f"quorum{quorum:g}": {**RULE, "quorum": quorum} for quorum in (0.25, 0.75, 1.0)})
-    changes["sizes-full"] = {"shard_sizes": sizes}
-    changes["sizes"] = {**RULE, "shard_sizes": sizes}
-    changes["sizes-samples"] = {**RULE, "shard_sizes": sizes, "vote_weight": "samples"}
-    changes["averaged"] = {**RULE, "signal": "averaged"}
-    changes["rank0"] = {**RULE, "vote_weight": alone}
-    return changes
+def write_logs(path: Path, logs: Sequence[Log]) -> None:
+    """Replace a file at once; the same bytes for the same runs."""
+    lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    os.replace(part, path)
 
 
-def runs(preset: Preset) -> list[PlannedRun]:
-    """Return all variants; a seed's runs follow each other in time. The batch of all ranks is the preset's."""
-    ranks = preset.vote_ranks
-    changes = variants(ranks)
-    if preset.is_smoke:
-        changes = {label: changes[label] for label in ("full", "rank0")}
-    batch = max(1, preset.batch_size * preset.ranks // ranks)
-    common: dict[str, Value] = {"blocks": preset.fine, "partition": SKEW, "batch_size": batch}
-    return preset.runs(
-        changes, {**common, "epochs": preset.vote_epochs, "evaluate_every": preset.vote_epochs}, ranks=ranks
-    )
+def add_missing(path: Path, *, seeds: Iterable[int] = LOGGED) -> None:
+    """Train what no log is there of, and keep each when it is done."""
+    logs = read_logs(path)
+    there = {key(log) for log in logs}
+    for seed in seeds:
+        for skew in SKEWS:
+            if (skew, seed) not in there:
+                logs.append(trained(skew, seed))
+                write_logs(path, logs)
+                print(f"{skew}, seed {seed}: {percent(logs[-1]['accuracy'])}", flush=True)
 
 
-def reference(label: str) -> str:
-    """Return the label of full fine-tuning on the same data."""
-    return REFERENCES.get(label, "full")
+def key(log: Log) -> tuple[str, int]:
+    """Return what names a log."""
+    return log["skew"], log["seed"]
 
 
-def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the smallest value at which half of the weight is reached."""
-    total, reached = sum(weights), 0.0
-    ordered = sorted(zip(values, weights))
-    for value, weight in ordered:
-        reached += weight
-        if reached >= total / 2:
-            return value
-    return ordered[-1][0]
+def called(criterion: str, min_gain: float) -> str:
+    """Return what a page calls a criterion with its setting."""
+    return f"coherence, --min-gain {min_gain:g}" if criterion == "coherence" else criterion
 
 
-def median_cut(line: Mapping[str, Any], *, eta_max: float) -> int | None:
-    """Return the cut that one criterion on the ranks' weighted median scores would choose; None without scores."""
-    num_blocks = len(line["tally"])
-    scores: list[float | None] = []
-    for block in range(num_blocks):
-        known = [(row[block], weight) for row, weight in zip(line["etas"], line["weights"]) if row[block] is not None]
-        known = [(score, weight) for score, weight in known if weight > 0]
-        scores.append(weighted_median(*zip(*known)) if known else None)
-    if all(score is None for score in scores):
-        return None
-    evidence = Evidence(
-        cut=line["cut_before"],
-        num_blocks=num_blocks,
-        has_parameters=tuple(score is not None for score in scores),
-        # Norms whose rate of change is the score.
-        previous_norms=(1.0,) * num_blocks,
-        norms=tuple(1.0 if score is None else 1.0 + score for score in scores),
-        epoch=0.0,
-        num_epochs=1,
-        warmup_epochs=0.0,
-        eta_max=eta_max,
-    )
-    return CRITERIA[line["criterion"]].propose(evidence)
+def replay(logs: Sequence[Log]) -> list[dict[str, Any]]:
+    """Return a row for every criterion, rule and skew, and for all skews together."""
+    rows: list[dict[str, Any]] = []
+    right = {key(log): hindsight(log) for log in logs}
+    for criterion, min_gain in GROUPS:
+        usual = default(criterion, min_gain)
+        cuts = {rule: {key(log): replayed(rule, log) for log in logs} for rule in rules(criterion, min_gain=min_gain)}
+        fared = {
+            rule: {key(log): judged(own[key(log)], log, right[key(log)]) for log in logs} for rule, own in cuts.items()
+        }
+        uniform = [fared[Rule(criterion, "uniform", quorum, min_gain)] for quorum in QUORUMS]
+        for rule, own in fared.items():
+            for skew in (*SKEWS, EVERY):
+                chosen = [log for log in logs if skew in (log["skew"], EVERY)]
+                differ = [
+                    a != b
+                    for log in chosen
+                    for a, b in zip(*(voted(cuts[each][key(log)], log) for each in (rule, usual)), strict=True)
+                ]
+                row: dict[str, Any] = {"criterion": criterion, "min_gain": min_gain, "rule": rule.name, "skew": skew}
+                row |= {"runs": len(chosen), "seeds": len({log["seed"] for log in chosen})}
+                row["frozen_runs"] = sum(cuts[rule][key(log)][-1] > 0 for log in chosen)
+                row["other_votes"] = round(statistics.fmean(differ), 4)
+                for measure in MEASURES:
+                    ours, theirs = (
+                        {key(log): float(asdict(each[key(log)])[measure]) for log in chosen}
+                        for each in (own, fared[usual])
+                    )
+                    row |= columns(measure, bootstrap(by_seed(ours)))
+                    changes = {name: value - theirs[name] for name, value in ours.items()}
+                    row |= columns(f"{measure}_change", bootstrap(by_seed(changes)))
+                row |= columns("excess", bootstrap(excess(own, uniform, chosen)))
+                row |= {
+                    name: "; ".join(sorted({str(dict(log)[name]) for log in chosen}))
+                    for name in ("commit", "processor")
+                }
+                rows.append(row)
+    return rows
 
 
-def agreement(results: Results, label: str) -> tuple[int, int]:
-    """Return in how many votes the median would have chosen the vote's cut, and how many votes had scores."""
-    cuts = [
-        (median_cut(line, eta_max=float(run.settings["eta_max"])), line["cut_after"])
-        for run in results.runs_of(label)
-        for line in run.decisions
-        if line["proposals"]
-    ]
-    scored = [(median, vote) for median, vote in cuts if median is not None]
-    return sum(median == vote for median, vote in scored), len(scored)
+def excess(
+    own: Mapping[tuple[str, int], Judged], uniform: Sequence[Mapping[tuple[str, int], Judged]], logs: Sequence[Log]
+) -> list[float]:
+    """Return for each seed the gain that a rule forgoes beyond what uniform weights do that save as much work.
+
+    Uniform weights at the quorums that were tried, and freezing nothing, are points of saved work and gain forgone,
+    each a mean over skews; between them it is linear.
+    """
+
+    def means(fared: Mapping[tuple[str, int], Judged]) -> list[tuple[float, float]]:
+        both = [{key(log): getattr(fared[key(log)], name) for log in logs} for name in ("saved", "forgone")]
+        return list(zip(*map(by_seed, both), strict=True))
+
+    points = [means(fared) for fared in uniform]
+    found = []
+    for place, (work, gain) in enumerate(means(own)):
+        works, gains = zip(*sorted([(0.0, 0.0), *(each[place] for each in points)]))
+        found.append(gain - float(np.interp(work, works, gains)))
+    return found
 
 
-def share(results: Results, label: str) -> Interval:
-    """Return the share of votes in which ranks proposed different cuts."""
-    shares = [row["disagreements"] / row["votes"] for row in results.of(label) if row["votes"]]
-    return within(mean_interval(shares), 0, 1)
+def columns(name: str, interval: Interval) -> dict[str, float]:
+    """Return an interval as three columns."""
+    ends = {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {column: round(value, 4) + 0.0 for column, value in ends.items()}
 
 
-def voting(results: Results) -> list[str]:
-    """Return the labels of runs that voted."""
-    return [label for label in results.labels if not label.endswith("full")]
+class Study:
+    """What is kept of the replay and of the runs that were trained by rules."""
 
-
-def alike(results: Results) -> list[str]:
-    """Return the labels that voted on the default's data, and so differ in nothing but how they voted."""
-    return [label for label in voting(results) if label not in REFERENCES]
-
-
-def distinct(results: Results, labels: Sequence[str]) -> int:
-    """Return how many different trainings the runs of some labels are: equal parameters at the end, one training."""
-    return len({row["parameter_digest"] or row["run"] for label in labels for row in results.of(label)})
-
-
-def answers(results: Results) -> list[Answer]:
-    """Return the answer to question 4: what the replay says, else what whole runs do."""
-    folder = results.directory
-    advice = vote_pages.advice(folder)
-    if advice:
-        return [Answer(QUESTION, advice, int(vote_pages.usual(folder)["seeds"]), details=vote_pages.said(folder))]
-    return whole_runs(results)
-
-
-def whole_runs(results: Results) -> list[Answer]:
-    """Return what the runs of the whole program say."""
-    if not results.of(DEFAULT) or not results.of("averaged"):
-        return []
-    change, (matched, scored) = results.change(DEFAULT, "averaged"), agreement(results, DEFAULT)
-    rows = [row for label in alike(results) for row in results.of(label)]
-    trainings, counts = distinct(results, alike(results)), sorted({row["votes"] for row in rows})
-    votes = f"{counts[0]} votes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} votes"
-    undecided = change.n < 2 or change.low < 0 < change.high or trainings < len(rows)
-    text = (
-        f"{'Too few votes to say: voting' if undecided else 'Voting'} on local signals changes accuracy by "
-        f"{results.change_text(DEFAULT, 'averaged', count=True)} against the criterion on averaged gradients."
-    )
-    details = (
-        (
-            f"Under label skew {SKEW} the {len(rows)} runs that differ in how they vote are {trainings} distinct "
-            f"trainings, of {votes} each."
-        ),
-        f"The ranks disagree in {shown(share(results, DEFAULT), percent, count=True)} of the votes.",
-        (
-            f"Accuracy against rank 0 deciding alone: {results.change_text(DEFAULT, 'rank0')}; against full "
-            f"fine-tuning: {results.change_text(DEFAULT)}, at a speed-up of {results.gain_text(DEFAULT)}."
-        ),
-        f"A weighted median of the scores would have chosen the same cut in {matched} of {scored} votes.",
-    )
-    return [Answer(QUESTION, text, change.n, negative=is_below(change, 0), undecided=undecided, details=details)]
-
-
-def tables(results: Results) -> list[Table]:
-    """Return a row per variant."""
-    rows = []
-    for label in results.labels:
-        against, votes = reference(label), label in voting(results)
-        matched, scored = agreement(results, label) if votes else (0, 0)
-        rows.append(
-            (
-                label,
-                results.accuracy_text(label),
-                results.change_text(label, against) if votes else "",
-                results.time_text(label),
-                results.gain_text(label, against) if votes else "",
-                results.cut_text(label),
-                shown(share(results, label), percent) if votes else "",
-                f"{matched} of {scored}" if scored else "",
-            )
+    def __init__(self, folder: Path) -> None:
+        self.rules, self.runs = (
+            pd.read_csv(folder / name) if (folder / name).exists() else pd.DataFrame() for name in (RULES, TRAINED)
         )
-    columns = ("Variant", "Test accuracy", "Against full", "Training time", "Speed-up", FINAL_CUT)
-    whole = Table(
-        columns=(*columns, "Votes with disagreement", "Median: same cut"), rows=tuple(rows), title=WHOLE_PROGRAM
+
+    def rows(self, criterion: str, min_gain: float, skew: str = EVERY) -> pd.DataFrame:
+        """Return the rules with one criterion, by name; that of the program first."""
+        mine = self.rules.query("criterion == @criterion and min_gain == @min_gain and skew == @skew")
+        return mine.set_index("rule", drop=False)
+
+    def spread(self, row: Any, name: str) -> Interval:
+        """Return an interval over seeds."""
+        return Interval(row[name], row[f"{name}_low"], row[f"{name}_high"], int(row["seeds"]))
+
+    def accuracies(self, criterion: str, min_gain: float, rule: str, column: str = "accuracy") -> dict[int, float]:
+        """Return the mean accuracy over skews of the runs that were trained by a rule, by seed."""
+        if self.runs.empty:
+            return {}
+        mine = self.runs.query("criterion == @criterion and min_gain == @min_gain and rule == @rule")
+        return dict(mine.groupby("seed")[column].mean())
+
+    def gained(self, criterion: str, min_gain: float, rule: str) -> Interval:
+        """Return the accuracy by a rule minus that by the default, paired by seed."""
+        first = default(criterion, min_gain).name
+        if rule == first:
+            return NOTHING
+        return paired_difference(*(self.accuracies(criterion, min_gain, name) for name in (rule, first)))
+
+    def against_full(self, criterion: str, min_gain: float) -> Interval:
+        """Return the accuracy by the default rule minus that of runs in which nothing froze."""
+        first = default(criterion, min_gain).name
+        both = (self.accuracies(criterion, min_gain, first, column) for column in ("accuracy", "full"))
+        return paired_difference(*both)
+
+    def diverging(self) -> list[Rule]:
+        """Return the rules that differ from a criterion's default in weights or quorum alone; that default first."""
+        found = []
+        for criterion, min_gain in GROUPS:
+            usual, rows = default(criterion, min_gain), self.rows(criterion, min_gain)
+            near = [
+                rule
+                for rule in rules(criterion, min_gain=min_gain)
+                if (usual.quorum == rule.quorum or usual.way == rule.way) and self.differs(rows.loc[rule.name])
+            ]
+            found += [usual, *near] if near else []
+        return found
+
+    def differs(self, row: Any) -> bool:
+        """Tell whether a rule is too early or too late in more votes than the default, or in fewer."""
+        changes = [self.spread(row, f"{measure}_change") for measure in ("early", "late")]
+        return any(abs(change.mean) >= DIVERGES and change.low * change.high > 0 for change in changes)
+
+    def table(self, criterion: str, min_gain: float) -> Table:
+        """Return how each rule with a criterion fared."""
+        cells = []
+        for name, row in self.rows(criterion, min_gain).iterrows():
+            change = self.gained(criterion, min_gain, name)
+            beyond = "" if name.startswith("uniform") else shown(self.spread(row, "excess"), signed_points)
+            parts = (shown(self.spread(row, measure), percent) for measure in ("early", "late", "saved", "forgone"))
+            cells.append((name, *parts, beyond, shown(change, signed_points) if change.n else ""))
+        return Table(columns=COLUMNS, rows=tuple(cells))
+
+    def words(self) -> dict[str, Any]:
+        """Return what the page names."""
+        usual = self.rows(*GROUPS[0])
+
+        def fared(criterion: str, min_gain: float, rule: str, measure: str) -> str:
+            return shown(self.spread(self.rows(criterion, min_gain).loc[rule], measure), percent)
+
+        def changed(criterion: str, min_gain: float, rule: str, measure: str) -> str:
+            return shown(self.spread(self.rows(criterion, min_gain).loc[rule], f"{measure}_change"), signed_points)
+
+        return {
+            "rows": self.rows,
+            "usual": usual.iloc[0],
+            "runs": self.runs,
+            "called": called,
+            "fared": fared,
+            "changed": changed,
+            "trained": lambda *rule: self.gained(*rule).n > 0,
+            "gained": lambda *rule, n=False: shown(self.gained(*rule), signed_points, count=n),
+            "against_full": self.against_full,
+            "diverging": lambda *group: [
+                rule.name
+                for rule in self.diverging()
+                if (rule.criterion, rule.min_gain) == group and rule != default(*group)
+            ],
+            "quorums": lambda measure: ", ".join(
+                percent(usual.loc[f"uniform, {quorum:g}"][measure]) for quorum in QUORUMS
+            ),
+            "least_beyond": signed_points(usual["excess"].min()),
+            "most_beyond": signed_points(usual["excess"].max()),
+            "table": self.table,
+            "log": vote_log,
+            "judging": vote_replay,
+            "here": sys.modules[__name__],
+        }
+
+
+def words(root: Path) -> dict[str, Any]:
+    """Return what the page names."""
+    return Study(root / NAME).words()
+
+
+PAGE = Page(NAME, words, lambda root: {"replay": trade(Study(root / NAME))})
+
+
+def train_missing(folder: Path, *, seeds: Iterable[int] = TRAINED_SEEDS) -> None:
+    """Train with every rule that differs from the default, where that is not done, and keep each when it is done."""
+    study, known = Study(folder), {key(log): log for log in read_logs(folder / EVIDENCE)}
+    rows = study.runs.to_dict("records")
+    there = {(row["criterion"], row["min_gain"], row["rule"], row["skew"], row["seed"]) for row in rows}
+    for seed in seeds:
+        for skew in TRAINED_SKEWS:
+            made = [known[skew, seed]]
+            for rule in study.diverging():
+                named = (rule.criterion, rule.min_gain, rule.name, skew, seed)
+                if named in there:
+                    continue
+                # What a rule would repeat: on a run's evidence it decides, interval by interval, as was decided.
+                log = next((log for log in made if replayed(rule, log) == log["cuts"]), None)
+                if log is None:
+                    log = trained(skew, seed, Voting(rule, made[0]).decide)
+                    made.append(log)
+                row = dict(zip(("criterion", "min_gain", "rule", "skew", "seed"), named, strict=True))
+                row |= {"accuracy": log["accuracy"], "full": made[0]["accuracy"]}
+                rows.append(row | {"cuts": "-".join(map(str, log["cuts"])), "commit": log["commit"]})
+                publish(folder / TRAINED, to_csv(rows))
+                print(", ".join(map(str, rows[-1].values())), flush=True)
+
+
+def trade(study: Study) -> Figure:
+    """Return what rules save against what they forgo, a panel for each criterion that froze anything."""
+    groups = [(group, study.rows(*group)) for group in GROUPS]
+    groups = [(group, rows) for group, rows in groups if rows["frozen_runs"].sum() > RANKS]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
+        for axes, (group, rows) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups):
+            for way in WEIGHTINGS:
+                own = rows[rows["rule"].str.startswith(f"{way},")].sort_values("saved")
+                colour, label = (OTHERS[1], way) if way == "uniform" else (OTHERS[0], "other weights")
+                axes.plot(100 * own["saved"], 100 * own["forgone"], color=colour, marker="o", markersize=4, label=label)
+            alone = rows[~rows["rule"].str.contains(",")]
+            for (name, row), marker, colour in zip(alone.iterrows(), "x*", OTHERS[2:]):
+                axes.plot(100 * row["saved"], 100 * row["forgone"], marker, color=colour, markersize=8, label=name)
+            axes.set(title=called(*group), xlabel="work saved (%)", xlim=(0, None), ylim=(0, None))
+        figure.axes[0].set_ylabel("gain forgone (%)")
+        named = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels())))
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+        return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Log, replay and train with rules, as asked for; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.votes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return [*vote_pages.tables(results.directory), whole]
-
-
-def drawings(results: Results) -> list[Drawing]:
-    """Return what replayed rules save and forgo, and of whole runs cuts, and accuracy against time."""
-    labels = voting(results)
-    if not labels:
-        return []
-    drawn = [label for label in (DEFAULT, "iid", "averaged", "rank0", "loss") if results.of(label)]
-    crowded = " More ranks than cores crowd the machine."
-    folder = results.directory
-    caption = REPLAY_CAPTION.format(**vote_pages.usual(folder)) if vote_pages.advice(folder) else ""
-    return [
-        *([Drawing("replay", caption, vote_pages.trade(folder))] if caption else []),
-        Drawing(
-            "cuts",
-            "The cut and the ranks' proposals; n = 1, the first seed.",
-            plot_cuts([results.runs_of(label)[0] for label in drawn], width=NARROW),
-        ),
-        in_time(results, results.labels, counted=labels, more=crowded),
-    ]
-
-
-WORDS = ", ".join(skew.words for skew in SKEWS.values())
-GROUND = (
-    f"Replayed: {len(SKEWS)} kinds of skew ({WORDS}), {STEPS} steps, a vote every {INTERVAL}; "
-    f"batches of {BATCH}, SGD at {LR:g}, cosine; a network of four convolutions that knows the digits "
-    "0 to 4 and is fine-tuned on all ten, 8 x 8 pixels. Ranks take turns in one process, which computes what data "
-    "parallelism does."
-)
-HINDSIGHT = (
-    f"Hindsight: a cut is too early where its blocks' part of all gains to come is {LEVEL:g} or more of their part of "
-    "the work, too late where a deeper one's is less; gains are products of the honest ranks' averages of two steps in "
-    f"a row, times the learning rate. Votes with less than {percent(LEFT)} of the run's gain to come are not judged. "
-    "Gains are first-order, and blocks that freeze change what others gain; accuracy is what counts."
-)
-REPLAYED = (
-    "A replay sees the evidence of a run in which nothing froze, and no thaw. Its intervals are bootstrapped over "
-    "seeds, each the mean over skews; those of accuracies are Student's t. Uniform weights between two quorums are "
-    "taken to lie on a line, which is above what they would forgo if there were quorums between."
-)
-CHOSEN = (
-    "The network, its learning rate and pretraining, the level of hindsight (0.3; 0.1 and 0.5 were tried) and the "
-    "looser --min-gain (0.3; 0.5 was tried) were chosen while looking at runs of these seeds: shares too early and too "
-    "late are exploratory. Many rules are compared, without a correction for that."
-)
-LIMITS = (
-    GROUND,
-    HINDSIGHT,
-    CHOSEN,
-    REPLAYED,
-    "fixed is 1,1,1,0: the rank whose data are spoilt or few has no vote, as if one knew.",
-    "The weighted median of whole runs is scored vote by vote on the states that the real votes led to.",
-    "Runs of equal parameters at the end are one training: how they were weighed made no difference to any vote.",
-    "Uneven shards also shorten the epoch: every rank makes as many steps as the smallest shard has batches.",
-    "The front of full fine-tuning was measured without label skew and at another number of ranks.",
-)
-EXPERIMENT = Experiment(
-    "votes", "Weighted votes under uneven data", runs, answers, tables, drawings, LIMITS, reference="full", shown=4
-)
-STAGES = ("log", "replay", "train")
-
-
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Log, replay or train with rules, as asked for; else make the runs of the whole program; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.votes", add_help=False, allow_abbrev=False)
-    for name in STAGES:
+    for name in ("log", "replay", "train"):
         parser.add_argument(f"--{name}", action="store_true")
-    options, rest = parser.parse_known_args(arguments)
-    if not any(getattr(options, name) for name in STAGES):
-        return main(EXPERIMENT, rest)
-    if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
-    folder = RESULTS / EXPERIMENT.name
+    options, folder = parser.parse_args(arguments), RESULTS / NAME
     torch.set_num_threads(1)
     if options.log:
         add_missing(folder / EVIDENCE)
@@ -302,12 +338,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         publish(folder / RULES, to_csv(replay(read_logs(folder / EVIDENCE))))
     if options.train:
         train_missing(folder)
-    results = open_results(RESULTS, EXPERIMENT.name, EXPERIMENT.reference)
-    write_up(EXPERIMENT, REDUCED, results, made=False)
-    for answer in answers(results):
-        print(answer.text)
+    PAGE.write(RESULTS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main())

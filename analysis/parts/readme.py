@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.parts import cached_commands, core_pages, machines, vote_pages
+from analysis import votes
+from analysis.parts import cached_commands, core_pages, machines
 from analysis.parts.cached_epochs import by_account, saved_by_clocks
 from analysis.parts.clock_tables import factor_of_commands
 from analysis.parts.clock_tables import verdicts as whole_commands
@@ -20,6 +21,7 @@ from analysis.parts.peers import TIMED, Cell, best_full, by_samples, cell_of
 from analysis.parts.strategies import critic_runs, ring_runs, subnet_runs
 from analysis.sweeps.experiment import Answer, claim
 from analysis.sweeps.kept import texts_of
+from analysis.sweeps.pages import claims
 from analysis.sweeps.results import Results, open_results
 from analysis.sweeps.statistics import Interval, shown, signed_points, verdict
 from hvfreeze.report.tables import percent, seconds
@@ -338,8 +340,10 @@ def cores(root: Path) -> str:
 
 def voting(root: Path) -> str:
     """Return what the guide says of the votes' weights and quorum."""
-    advice = vote_pages.advice(root / "votes")
-    return f"{advice} [All rules](analysis/results/votes/README.md)." if advice else NOTHING_YET
+    if not (root / votes.NAME).exists():
+        return NOTHING_YET
+    ((_, _, advice),) = claims(votes.PAGE.text(root))
+    return f"{advice} [All rules](analysis/results/votes/README.md)."
 
 
 PARTS: dict[str, Callable[[Path], str]] = {

@@ -1,4 +1,4 @@
-"""What every rank knows at every vote of a training: the evidence on which all rules of voting are held.
+"""What every rank observes between two votes of a training: the evidence on which all rules of voting are held.
 
 The ranks of a job take turns in one process. Each computes the gradient of its own batch; their average moves the one
 model. That is what data parallelism computes, without what it costs to start and to wait for ranks. Shards, estimates
@@ -8,12 +8,10 @@ and what freezing means are the program's own.
 from __future__ import annotations
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TypedDict, cast
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -22,10 +20,10 @@ from torch.nn import functional
 
 from analysis.sweeps.kept import commit
 from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.shards import ShardPlan, plan_shards
-from hvfreeze.freezing.coherence import Coherence, Gains, gap, share_gained
-from hvfreeze.freezing.criteria import Evidence, rates_of_change
+from hvfreeze.freezing.coherence import Coherence, gap
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Observations
 from hvfreeze.freezing.vote import coverage
@@ -46,8 +44,8 @@ CLASSES = 10
 SIDE = 8
 SHIFT = 1
 """Pixels by which images are shifted at most."""
-THOUSANDTHS, MILLIONTHS, MOST = 1_000, 1_000_000, 99_999
-"""Numbers are logged as whole thousandths, at most so many; those of which small differences decide as millionths."""
+DIGITS = 4
+"""Of a number that is logged, without its zeros."""
 
 
 @dataclass(frozen=True)
@@ -72,31 +70,25 @@ SKEWS = {
 }
 
 
-class Vote(TypedDict):
-    """One vote's evidence, None where unknown; the last of `RANKS` + 1 rows is of averages.
-
-    Numbers are thousandths; `signals` and `etas` are millionths.
-    """
+class Interval(TypedDict):
+    """What the steps between two votes have shown, at the end of which the ranks may vote."""
 
     step: int
-    losses: list[int]
-    """Of each rank, the mean of the interval."""
-    signals: list[int]
-    """Of each rank, the signal-to-noise ratio of its gradients in the interval."""
-    etas: list[list[int | None]]
-    """Of each row and block, the rate of change of the gradient's norm."""
-    learned: list[list[int]]
-    """Of each row and block, its gain now over that at its best."""
-    bounds: list[list[int | None]]
-    """Of each row and pair of cuts c < k, in the order of `pairs`: what blocks c..k-1 gain at most for their time, as
-    part of what all blocks from c on gain for theirs."""
+    losses: list[float]
+    """Of each rank, the mean."""
+    signals: list[float]
+    """Of each rank, the signal-to-noise ratio of its gradients."""
+    norms: list[list[float]]
+    """Of each rank, and of averaged gradients, and of each block: the norm of the summed gradient."""
+    gains: list[list[list[float]]]
+    """Of each rank, sampled step and block: what a step gains; see `Coherence`."""
     gained: list[float]
-    """Of each block, the head too: its mean gain in the interval, by products of the honest ranks' averages of two
-    steps in a row. These know of no skew, which makes ranks' own gradients contradict each other."""
+    """Of each block, the head too: its mean gain, by products of the honest ranks' averages of two steps in a row.
+    These know of no skew, which makes ranks' own gradients contradict each other."""
 
 
 class Log(TypedDict):
-    """A run: how its data differ, what weights depend on, and its votes."""
+    """A run: how its data differ, what weights depend on, and what was observed."""
 
     skew: str
     seed: int
@@ -105,16 +97,11 @@ class Log(TypedDict):
     work: list[int]
     """Floating-point operations of each block's forward pass."""
     accuracy: float
-    votes: list[Vote]
+    intervals: list[Interval]
     cuts: list[int]
-    """The cut after each vote; all 0 where nothing freezes."""
+    """The cut after each interval; all 0 where nothing freezes."""
     commit: str
     processor: str
-
-
-def pairs(num_blocks: int) -> list[tuple[int, int]]:
-    """Return all pairs of cuts c < k."""
-    return [(c, k) for c in range(num_blocks - 1) for k in range(c + 1, num_blocks)]
 
 
 def network() -> Chain:
@@ -217,59 +204,45 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
     return padded[every[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-@dataclass
 class Ranks:
     """What each rank has observed, what the averages show, and what honest ranks agree on."""
 
-    prefix: FrozenPrefix
-    optimizer: torch.optim.Optimizer
-    honest: Sequence[int]
-    coherent: list[Coherence] = field(init=False)
-    """Of each rank, and of the mean of their estimates."""
-    seen: list[Observations] = field(init=False)
-    """Of each rank, and of averaged gradients."""
-    agreed: list[list[float]] = field(default_factory=list)
-    """Gains of each block in the interval, by honest ranks."""
-    held: list[Tensor] | None = None
-    """The honest ranks' averages in the step before, where it was sampled."""
-
-    def __post_init__(self) -> None:
-        # What Coherence asks of a reducer; the averages are in place when it looks.
-        reducer = SimpleNamespace(
-            world=SimpleNamespace(size=RANKS), compression="none", carried=[], average_of=lambda gradient: gradient
-        )
-        self.coherent = [
-            Coherence(self.prefix, self.optimizer, cast(Reducer, reducer), every=gap(INTERVAL))
-            for _ in range(RANKS + 1)
-        ]
+    def __init__(self, prefix: FrozenPrefix, optimizer: torch.optim.Optimizer, honest: Sequence[int]) -> None:
+        self.prefix, self.optimizer, self.honest = prefix, optimizer, honest
+        world = SoloWorld()
+        world.size = RANKS
+        self.coherent = [Coherence(prefix, optimizer, Reducer(world), every=gap(INTERVAL)) for _ in range(RANKS)]
+        """Of each rank."""
         self.seen = [
-            Observations(GradientSums(self.prefix, step_norms=True), source)
-            for source in ["local"] * RANKS + ["averaged"]
+            Observations(GradientSums(prefix, step_norms=True), source) for source in ["local"] * RANKS + ["averaged"]
         ]
+        """Of each rank, and of averaged gradients."""
+        self.agreed: list[list[float]] = []
+        """Gains of each block in the interval, by honest ranks."""
+        self.held: list[Tensor] | None = None
+        """The honest ranks' averages in the step before, where it was sampled."""
 
     def follow(self) -> None:
         """Begin anew at a cut."""
-        carried = self.prefix.carried()
-        for each, seen in zip(self.coherent, self.seen, strict=True):
-            each.reducer.carried = carried
+        for each in self.coherent:
+            each.reducer.carry(self.prefix.carried())
             each.follow()
+        for seen in self.seen:
             seen.forget()
 
     def observe(self, gradients: Sequence[Sequence[Tensor]], losses: Sequence[float]) -> None:
         """Look at a step's own gradients, by rank and parameter, with the averages in place."""
         carried = self.prefix.carried()
-        for rank in range(RANKS):
+        for rank, each in enumerate(self.coherent):
             for slot, gradient in enumerate(gradients[rank]):
                 self.seen[rank].sums.add(slot, gradient)
-                self.coherent[rank].observe(slot, gradient)
-            self.coherent[rank].compare()
+                each.observe(slot, gradient)
+            each.compare()
             self.seen[rank].add_step(losses[rank], lambda: carried)
         self.seen[RANKS].add_step(sum(losses) / RANKS, lambda: carried)
         self._judge(gradients)
-        for each in self.coherent[:RANKS]:
+        for each in self.coherent:
             each.end_step()
-        rows = [each.latest for each in self.coherent[:RANKS]]
-        self.coherent[RANKS].latest = [[sum(column) / RANKS for column in zip(*row)] for row in zip(*rows)]
 
     def _judge(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Hold the honest ranks' averages in a sampled step, and multiply them with those of the next."""
@@ -286,89 +259,39 @@ class Ranks:
         self.agreed.append(row)
         self.held = None
 
-    def end_interval(self) -> None:
-        """Keep what the interval has found."""
-        for each, seen in zip(self.coherent, self.seen, strict=True):
-            each.end_interval()
+    def end_interval(self, step: int) -> Interval:
+        """Return what the interval has shown, and begin another."""
+        for seen in self.seen:
             seen.end_interval()
-
-    def begin_interval(self) -> None:
-        """Begin an empty interval."""
-        for each, seen in zip(self.coherent, self.seen, strict=True):
+        found = Interval(
+            step=step,
+            losses=[rounded(seen.mean_loss) for seen in self.seen[:RANKS]],
+            signals=[rounded(seen.sums.signal_to_noise()) for seen in self.seen[:RANKS]],
+            norms=[list(map(rounded, seen.norms[-1])) for seen in self.seen],
+            gains=[[list(map(rounded, row)) for row in each.latest] for each in self.coherent],
+            gained=[rounded(sum(column) / len(self.agreed)) for column in zip(*self.agreed)],
+        )
+        for each in self.coherent:
+            each.end_interval()
             each.restart()
+        for seen in self.seen:
             seen.begin_interval()
         self.agreed, self.held = [], None
-
-    def vote(self, step: int, work: Sequence[float]) -> Vote:
-        """Return what is known at the end of an interval."""
-        known = [self._evidence(row, work) for row in range(RANKS + 1)]
-        return Vote(
-            step=step,
-            losses=[thousandths(seen.mean_loss) for seen in self.seen[:RANKS]],
-            signals=[round(MILLIONTHS * seen.sums.signal_to_noise()) for seen in self.seen[:RANKS]],
-            etas=[
-                [None if eta is None else round(MILLIONTHS * eta) for eta in rates_of_change(evidence)[:-1]]
-                for evidence in known
-            ],
-            learned=[[thousandths(part) for part in learned(evidence)] for evidence in known],
-            bounds=[
-                [None if math.isinf(bound) else thousandths(bound) for bound in bounds(evidence)] for evidence in known
-            ],
-            gained=[float(f"{sum(column) / len(self.agreed):.3g}") for column in zip(*self.agreed)],
-        )
-
-    def _evidence(self, row: int, work: Sequence[float]) -> Evidence:
-        count = len(self.prefix.chain.blocks)
-        previous, current = self.seen[row].last_two
-        return Evidence(
-            cut=self.prefix.cut,
-            num_blocks=count,
-            has_parameters=(True,) * count,
-            previous_norms=previous,
-            norms=current,
-            epoch=0.0,
-            num_epochs=1,
-            warmup_epochs=0.0,
-            eta_max=0.0,
-            gains=self.coherent[row].gains,
-            peaks=tuple(self.coherent[row].peaks),
-            work=tuple(work),
-        )
+        return found
 
 
-def thousandths(value: float) -> int:
+def rounded(value: float) -> float:
     """Return a number as it is logged."""
-    return max(-MOST, min(MOST, round(THOUSANDTHS * value))) if math.isfinite(value) else MOST
+    return float(f"{value:.{DIGITS}g}")
 
 
-def learned(evidence: Evidence) -> list[float]:
-    """Return of each block but the head its gain over that at its best; 1 where nothing is known."""
-    if not evidence.gains:
-        return [1.0] * evidence.deepest
-    now = [sum(column) / len(evidence.gains) for column in zip(*evidence.gains, strict=True)]
-    return [now[b] / evidence.peaks[b] if evidence.peaks[b] > 0 else 1.0 for b in range(evidence.deepest)]
-
-
-def bounds(evidence: Evidence) -> list[float]:
-    """Return `Vote.bounds` of a rank's evidence, infinity where nothing is known."""
-    found = []
-    for c, k in pairs(evidence.num_blocks):
-        if not evidence.gains or c < evidence.cut:
-            found.append(math.inf)
-            continue
-        trained: Gains = tuple((0.0,) * c + row[c:] for row in evidence.gains)
-        _, most = share_gained(trained, range(c, k))
-        found.append(most / (sum(evidence.work[c:k]) / sum(evidence.work[c:])))
-    return found
-
-
-def keep_all(vote: Vote) -> int:
+def keep_all(interval: Interval) -> int:
     """Freeze nothing."""
     return 0
 
 
-def trained(skew: str, seed: int, decide: Callable[[Vote], int] = keep_all) -> Log:
-    """Return what is logged of a run whose cut `decide` chooses from every vote's evidence; it never falls."""
+def trained(skew: str, seed: int, decide: Callable[[Interval], int] = keep_all) -> Log:
+    """Return what is logged of a run whose cut `decide` chooses at the end of every interval; it never falls."""
     shards, chain = seeded(skew, seed)
     optimizer = sgd(chain, LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -376,9 +299,8 @@ def trained(skew: str, seed: int, decide: Callable[[Vote], int] = keep_all) -> L
     ranks = Ranks(prefix, optimizer, shards.honest)
     prefix.on_move(ranks.follow)
     prefix.move(Move(0, 0, 0))
-    work = work_of(chain, shards.images[:1])
     generator = torch.Generator().manual_seed(seed)
-    votes: list[Vote] = []
+    intervals: list[Interval] = []
     cuts: list[int] = []
     chain.model.train()
     for step in range(1, STEPS + 1):
@@ -386,14 +308,11 @@ def trained(skew: str, seed: int, decide: Callable[[Vote], int] = keep_all) -> L
         ranks.observe(gradients, losses)
         optimizer.step()
         schedule.step()
-        if step % INTERVAL:
+        if step % INTERVAL or step == STEPS:
             continue
-        ranks.end_interval()
-        if WARMUP <= step < STEPS:
-            votes.append(ranks.vote(step, work))
-            cuts.append(max(prefix.cut, decide(votes[-1])))
-        ranks.begin_interval()
-        if cuts and cuts[-1] > prefix.cut:
+        intervals.append(ranks.end_interval(step))
+        cuts.append(decide(intervals[-1]))
+        if cuts[-1] > prefix.cut:
             prefix.move(Move(0, step, cuts[-1]))
     labels = [shards.labels[torch.from_numpy(shard)].tolist() for shard in shards.plan.shards]
     return Log(
@@ -401,9 +320,9 @@ def trained(skew: str, seed: int, decide: Callable[[Vote], int] = keep_all) -> L
         seed=seed,
         samples=[len(own) for own in labels],
         coverage=[round(coverage(own, CLASSES), 3) for own in labels],
-        work=work,
+        work=work_of(chain, shards.images[:1]),
         accuracy=accuracy(chain),
-        votes=votes,
+        intervals=intervals,
         cuts=cuts,
         commit=commit(),
         processor=facts_of_this_rank()["processor"],

@@ -24,7 +24,7 @@ from tests.parallel.sizes import seldom
 pytestmark = pytest.mark.mpi
 ON_NODES = {"communication", "strategies"}
 OFTEN = ("baseline",)
-SELDOM = ("communication", "peers", "static_sweep", "adaptive", "votes", "caching", "pixels64", "exact_head")
+SELDOM = ("communication", "peers", "static_sweep", "adaptive", "caching", "pixels64", "exact_head")
 SELDOM += ("compression", "strategies", "grounds", "criteria", "own_scripts", "cores")
 """They differ in flags and pages, which tests/single/analysis tries without training."""
 

@@ -443,7 +443,7 @@ def check_ranks_that_take_turns_in_one_process_observe_what_ranks_at_once_do(wor
     turns = vote_log.Ranks(prefix, optimizers[1], range(world.size))
     prefix.on_move(turns.follow)
     prefix.move(Move(0, 0, 0))
-    random = torch.Generator()
+    random, interval = torch.Generator(), None
     for step in range(1, 13):
         images, labels = Batches().batch(step, world.rank, random)
         freezer.reducer.begin()
@@ -457,16 +457,15 @@ def check_ranks_that_take_turns_in_one_process_observe_what_ranks_at_once_do(wor
         decision = freezer.after_step(loss.item())
         if step % 4:
             continue
-        turns.end_interval()
-        vote = turns.vote(step, [1.0] * 5)
+        interval, earlier = turns.end_interval(step), interval
         assert decision is not None
-        told = [round(1e6 * each) for each in decision.weights]
-        assert all(abs(a - b) <= 2 + 1e-3 * b for a, b in zip(vote["signals"], told, strict=True)), (vote, told)
+        told = list(zip(interval["signals"], decision.weights, strict=True))
+        assert all(abs(a - b) <= 1e-6 + 1e-3 * b for a, b in told), told
         if step > 4:
-            for row, own in zip(vote["etas"], decision.etas):
-                assert all(abs(1e-6 * eta - other) < 1e-4 for eta, other in zip(row, own[:-1], strict=True)), (row, own)
+            for before, after, own in zip(earlier["norms"], interval["norms"], decision.etas):
+                known = [(abs(b - a) / b, eta) for b, a, eta in zip(before, after, own[:-1])]
+                assert all(abs(eta - other) < 1e-3 for eta, other in known), (before, after, own)
             mine, seen = freezer._coherence.gains, turns.coherent[world.rank].gains
             largest = max(abs(value) for row in seen for value in row)
             assert len(mine) == len(seen) > 2
             assert all(abs(a - b) < 1e-3 * largest for x, y in zip(mine, seen) for a, b in zip(x, y)), (mine, seen)
-        turns.begin_interval()

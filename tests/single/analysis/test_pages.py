@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from analysis import adaptive, communication, exact_head, figures, pixels64, static_sweep, summary, votes
+from analysis import adaptive, communication, exact_head, figures, pixels64, static_sweep, summary
 from analysis.experiments import EVERY
 from analysis.parts import cached_epochs, machines, readme
 from analysis.sweeps import charts, paper
@@ -23,7 +23,7 @@ from analysis.sweeps.presets import SMOKE
 from analysis.sweeps.results import BY_STEPS, Results, open_results
 from analysis.sweeps.statistics import Interval, is_below
 from hvfreeze.errors import RefusedError
-from tests.single.analysis.runs_material import a_vote, carried_out
+from tests.single.analysis.runs_material import carried_out
 from tests.single.analysis.test_results import recorded
 
 pytestmark = pytest.mark.usefixtures("no_training")
@@ -97,10 +97,6 @@ def assert_short(text: str, where: str = "") -> None:
     words = text.split()
     assert len(words) <= MOST_WORDS, f"{where}: {len(words)} words: {text}"
     assert len(INTERVAL.findall(text)) <= 2, f"{where}: {text}"
-
-
-def test_the_sentence_on_votes_tells_a_user_what_to_choose() -> None:
-    assert votes.answers(recorded("votes"))[0].text.startswith("Keep the defaults, uniform weights and a quorum of 0.5")
 
 
 def test_a_comparison_of_times_of_unlike_machines_says_so(tmp_path: Path) -> None:
@@ -203,7 +199,7 @@ def test_figures_are_drawn_again_from_what_is_kept_and_elsewhere_leave_it_alone(
     drawn.unlink()
     assert figures.main(["--results", str(tmp_path / "results")]) == 0
     assert drawn.read_bytes() == before
-    assert "votes: no results yet" in capsys.readouterr().out
+    assert "baseline: no results yet" in capsys.readouterr().out
     assert adaptive.EXPERIMENT.title in (tmp_path / "page/index.html").read_text()
     (results.directory / "README.md").write_text("by hand")
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").rglob("*")}
@@ -245,29 +241,6 @@ def test_an_undecided_answer_is_marked_as_such_and_a_negative_one_before_it() ->
     assert entry(dataclasses.replace(answer, details=("c", "d"))) == f"{claim(answer)}\n    - c\n    - d"
     assert dataclasses.replace(answer, negative=True).mark == "negative"
     assert dataclasses.replace(answer, undecided=False).mark == ""
-
-
-def test_the_votes_answer_counts_distinct_trainings() -> None:
-    results = recorded("votes")
-    answer = votes.whole_runs(results)[0]
-    assert votes.distinct(results, votes.alike(results)) == 13
-    assert answer.mark == "no answer yet"
-    assert answer.text.startswith("Too few votes to say")
-    assert "27 runs that differ in how they vote are 13 distinct trainings, of 7 votes each" in answer.details[0]
-
-
-def test_a_weighted_median_reaches_half_of_the_weight_and_decides_with_the_runs_own_criterion() -> None:
-    assert votes.weighted_median([3.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 2.0
-    assert votes.weighted_median([3.0, 1.0, 2.0], [5.0, 1.0, 1.0]) == 3.0
-    assert votes.weighted_median([4.0, 1.0], [1.0, 1.0]) == 1.0
-    line = a_vote(3, 0)
-    assert votes.median_cut(line, eta_max=1.0) == 2
-    line["etas"][0][0] = line["etas"][1][0] = 0.9
-    assert votes.median_cut(line, eta_max=1.0) == 0
-    line["weights"] = [0.1, 0.1, 5.0]
-    assert votes.median_cut(line, eta_max=1.0) == 2
-    line["etas"] = [[None] * 6] * 3
-    assert votes.median_cut(line, eta_max=1.0) is None
 
 
 def test_the_network_is_held_against_one_node_by_images_a_second() -> None:

@@ -21,7 +21,6 @@ from analysis import (
     peers,
     pixels64,
     static_sweep,
-    votes,
 )
 from analysis.experiments import EVERY, EXPERIMENTS
 from analysis.sweeps import launching, repeat, sweep
@@ -284,9 +283,8 @@ def test_words_of_other_commands_are_not_taken_for_short_forms(monkeypatch: pyte
     passed: list[list[str]] = []
     monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: None)
     monkeypatch.setattr(network, "others", lambda rest: passed.append(rest) or 0)
-    monkeypatch.setattr(votes, "main", lambda experiment, rest: passed.append(rest) or 0)
-    assert network.main(["--all", "--work", "a", "--ou", "c"]) == votes.run(["--re", "full-s0"]) == 0
-    assert passed == [["--work", "a", "--ou", "c"], ["--re", "full-s0"]]
+    assert network.main(["--all", "--work", "a", "--ou", "c"]) == 0
+    assert passed == [["--work", "a", "--ou", "c"]]
 
 
 def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

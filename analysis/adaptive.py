@@ -8,26 +8,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
 
 from analysis.sweeps import paper
-from analysis.sweeps.charts import METHOD_COLOURS, Line, in_time, line_chart, method_of
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.charts import METHOD_COLOURS, Line, accuracy_time_chart, line_chart, method_of
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results
-from analysis.sweeps.statistics import Interval, is_below, mean_interval, shown, signed_points, time_saved
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, mean_interval, shown, signed_points
 from analysis.sweeps.sweep import main
 from hvfreeze.report.figures import NARROW, plot_cuts
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
 FULL = "full"
 STUDY = "study"
-OURS = "gradient-norm"
-WITHOUT_SIGNAL = ("linear", "geometric")
-"""Criteria that know nothing but the time."""
 CRITERIA: dict[str, dict[str, Value]] = {
     FULL: {},
     STUDY: {"freeze": "gradient-norm", "signal": "averaged", "eta_max": float("inf")},
-    OURS: {"freeze": "gradient-norm"},
+    "gradient-norm": {"freeze": "gradient-norm"},
     "percentile": {"freeze": "percentile", "eta_max": 1.0},
     "linear": {"freeze": "linear"},
     "geometric": {"freeze": "geometric"},
@@ -40,95 +41,44 @@ def runs(preset: Preset) -> list[PlannedRun]:
     return preset.runs(chosen, {"blocks": preset.fine})
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return the answer to question 3: our default criterion, which was chosen beforehand, then all others."""
-    if not results.of(OURS) or not results.of(FULL):
-        return []
-    gain, ahead = results.gain(OURS), results.over_front(OURS)
-    others = tuple(
-        f"{label}: {results.gain_text(label)} for {results.change_text(label)}."
-        for label in results.labels
-        if label not in (FULL, OURS)
-    )
-    text = (
-        f"By {OURS} with its default bound training is {results.gain_text(OURS, count=True)} as fast, and in "
-        f"accuracy {results.lead_shown(OURS)} full fine-tuning trained for as many seconds."
-    )
-    details = (
-        (
-            f"That is {shown(time_saved(gain), percent)} less time, for {results.change_text(OURS)} of accuracy; "
-            f"against full fine-tuning trained for as many seconds: {results.lead_text(OURS)}."
-        ),
-        *others,
-        *without_signal(results),
-        (
-            f"The study has {factor(paper.ADAPTIVE_SPEED_UP)} for "
-            f"{signed_points(paper.ADAPTIVE.accuracy - paper.FULL.accuracy)} ({paper.TABLE_1_SOURCE})."
-        ),
-    )
-    question = "3. Can the prefix be chosen online?"
-    negative = is_below(gain, 1) or is_below(ahead, 0)
-    return [Answer(question, text, gain.n, negative=negative, details=details)]
-
-
-def without_signal(results: Results) -> list[str]:
-    """Return where the schedules lie that look at no gradient: what a vote must be better than to be worth it."""
-    leads = [f"{label} {results.lead_text(label)}" for label in WITHOUT_SIGNAL if results.over_front(label).n]
-    return [f"Schedules that look at no gradient, against the same: {', '.join(leads)}."] if leads else []
-
-
-def tables(results: Results) -> list[Table]:
-    """Return all criteria, and Table 1 beside the study's."""
-    if not results.of(FULL):
-        return []
-    rows = tuple(
-        (label, *results.compared(label), results.lead_text(label), results.cut_text(label)) for label in results.labels
-    )
-    criteria = Table(title="Criteria", columns=("Criterion", *COMPARED, SAME_TIME, FINAL_CUT), rows=rows)
-    return [criteria, table_1(results)]
-
-
-def table_1(results: Results) -> Table:
+def table_1(results: Results) -> str:
     """Return the study's Table 1 and the same quantities of our run of the study's rule."""
-    adaptive = STUDY if results.of(STUDY) else next(label for label in results.labels if label != FULL)
-    labels, rows = (adaptive, FULL), []
+    labels, rows = (STUDY, FULL), []
     for name, column in (("forward", "forward"), ("backward", "backward"), ("optimizer step", "optimizer")):
         cells = [
             mean_interval([row[f"seconds_{column}"] / row["epochs"] for row in results.of(label)]) for label in labels
         ]
         theirs = [getattr(paper.ADAPTIVE, column), getattr(paper.FULL, column)]
-        ratio = results.gain(adaptive, FULL, f"seconds_{column}")
+        ratio = results.ratio(STUDY, FULL, f"seconds_{column}")
         written = (*(shown(cell, seconds) for cell in cells), shown(ratio, factor))
         rows.append((f"{name}, an epoch", *written, *map(seconds, theirs), factor(theirs[1] / theirs[0])))
     totals = (paper.ADAPTIVE.total, paper.FULL.total)
-    ours = (*map(results.time_text, labels), results.gain_text(adaptive, FULL))
+    ours = (*map(results.time, labels), results.gain(STUDY))
     rows.append(("total", *ours, *map(seconds, totals), factor(totals[1] / totals[0])))
     accuracies = (paper.ADAPTIVE.accuracy, paper.FULL.accuracy)
-    ours = (*map(results.accuracy_text, labels), results.change_text(adaptive, FULL))
+    ours = (*map(results.accuracy, labels), results.change(STUDY))
     rows.append(("test accuracy", *ours, *map(percent, accuracies), signed_points(accuracies[0] - accuracies[1])))
-    columns = ("", adaptive, "full", "ratio", "study: adaptive", "study: full", "study: ratio")
-    return Table(title=f"{paper.TABLE_1_SOURCE} of the study", columns=columns, rows=tuple(rows))
+    columns = ("", STUDY, FULL, "ratio", "study: adaptive", "study: full", "study: ratio")
+    return Table(columns=columns, rows=tuple(rows)).to_text()
 
 
-def drawings(results: Results) -> list[Drawing]:
+def words(results: Results) -> Words:
+    return {"table_1": table_1(results), "paper": paper}
+
+
+def drawings(results: Results) -> Mapping[str, Figure]:
     """Return accuracy by epoch with the freezes (Figure 6), the cuts, and accuracy against time."""
-    if not results.of(FULL):
-        return []
-    methods = {label: method_of(results.of(label)[0]) for label in results.labels}
+    methods = {label: method_of(results.of(label)[0]) for label in CRITERIA}
     lines = [
         Line(label=method, points=by_epoch(results, label), colour=METHOD_COLOURS[method])
         for label, method in methods.items()
     ]
-    epochs = line_chart(lines, x="epoch", y="test accuracy (%)", scale=100, from_zero=False)
-    freezes = ", ".join(f"block {block} at epoch {epoch} of {paper.EPOCHS}" for epoch, block in paper.FIGURE_6_FREEZES)
-    first = [results.runs_of(label)[0] for label in results.labels if label != FULL]
-    caption = f"Test accuracy after each epoch; {results.spread(results.labels)}. The study's adaptive run froze"
-    proposals = "The cut and the ranks' proposals; n = 1, the first seed."
-    return [
-        Drawing("accuracy-epochs", f"{caption} {freezes} (Figure 6).", epochs),
-        Drawing("cuts", proposals, plot_cuts(first, width=NARROW)),
-        in_time(results, results.labels),
-    ]
+    first = [results.runs_of(label)[0] for label in CRITERIA if label != FULL]
+    return {
+        "accuracy-epochs": line_chart(lines, x="epoch", y="test accuracy (%)", scale=100, from_zero=False),
+        "cuts": plot_cuts(first, width=NARROW),
+        "accuracy-time": accuracy_time_chart(results, results.labels),
+    }
 
 
 def by_epoch(results: Results, label: str) -> dict[int, Interval]:
@@ -137,15 +87,7 @@ def by_epoch(results: Results, label: str) -> dict[int, Interval]:
     return {epoch: mean_interval(values) for epoch, values in enumerate(zip(*found), 1) if None not in values}
 
 
-LIMITS = (
-    "Criteria have their default parameters; none was tuned on the test set.",
-    "Checkpoints, no part of training time, took 3.3 s where gradients were observed and 0.7 s elsewhere.",
-    "The study's rule is the one of its text; its released code compares the last mini-batches only.",
-    "The study's Table 1 is one run of 50 epochs on 4 nodes, without a spread.",
-)
-EXPERIMENT = Experiment(
-    "adaptive", "Choosing the frozen prefix online", runs, answers, tables, drawings, LIMITS, reference=FULL, shown=2
-)
+EXPERIMENT = Experiment(name="adaptive", runs=runs, words=words, drawings=drawings, reference=FULL)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -7,57 +7,88 @@ DIR has the folders `cifar` and `photographs` of `analysis.grounds`; FOLDER has 
 machine must be idle. First ten learning rates on one shared cache against the same ten without, in turn. Then a cut
 that stays, and cuts that a schedule moves, for five times as many epochs as there are views. A pair of runs, with and
 without the cache, has one seed; the next pair has the reverse order, so that four runs in a row are on, off, off, on.
-`--seeds` counts these fours. The first command, which may be left out, times reads alone; its rows stand here too.
+`--seeds` counts these fours. The first command times reads alone; its rows stand on the page too.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
 
 from analysis.grounds import written
-from analysis.parts.cached_commands import (
-    ALONE,
-    AUTO,
-    CUTS,
-    EPOCHS,
-    LEARNING_RATES,
-    NAME,
-    OFF,
-    ON,
-    SHARED,
-    STAGES,
-    STATIC,
-    SWEPT,
-    TRAINING,
-    VOTED,
-    WHOLE,
-    Setting,
-    Sweep,
-    answers,
-    gain,
-    pairs_of,
-    plan_error,
-    same_bits,
-    signed_seconds,
-    sweeps,
-    timed,
-)
-from analysis.parts.read_tables import Reads
 from analysis.sweeps.charts import OTHERS, Line, line_chart
-from analysis.sweeps.experiment import Drawing, Experiment
+from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.kept import KeptRuns
-from analysis.sweeps.presets import PlannedRun, Preset
-from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, mean_interval, shown
+from analysis.sweeps.pages import Words
+from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.results import METRICS, Metric, Results
+from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
 from analysis.sweeps.sweep import main
 from hvfreeze.report.figures import COLOURS
-from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
+from hvfreeze.report.tables import Table, factor, percent, seconds
 
+NAME, READS = "cache_benefit", "reads.csv"
+WHOLE, TRAINING = "whole_seconds", "train_seconds"
+ON, OFF, AUTO, SHARED, ALONE = "on", "off", "auto", "shared", "alone"
+EPOCHS, STAGES = 10, 6
+LARGER: dict[str, Value] = {"data_dir": "./photographs", "weights": "resnet18-cifar100-64px-fp16.pt", "batch_size": 32}
+GROUNDS: dict[int, dict[str, Value]] = {
+    32: {"data_dir": "./cifar", "train_samples": 2560},
+    64: {**LARGER, "train_samples": 1024},
+    128: {**LARGER, "train_samples": 512},
+}
+"""Image size -> what differs from the preset: CIFAR-10 at its own size, photographs of signed digits above it."""
+CUTS = (4, 5)
+LEARNING_RATES = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 FOURS, VOTED_FOURS = {128: 2}, 2
 """Fours of runs at most, where they take long: image size -> for cuts that stay, and for those that move."""
 SMOKE_RATES = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run with and without the cache: an image size, and a cut that stays, or None for one that moves."""
+
+    size: int
+    cut: int | None
+
+    @property
+    def words(self) -> str:
+        """The setting as a reader knows it."""
+        frozen = f"{self.cut} of {STAGES} stages frozen" if self.cut else "voted cuts (geometric)"
+        return f"{self.size} pixels, {frozen}"
+
+    def label(self, way: str, lr: float | None = None) -> str:
+        """Return the label of its runs, with `lr` of those of a sweep."""
+        moved = f"cut{self.cut}" if self.cut else "voted"
+        return f"px{self.size}-{moved}{'' if lr is None else f'-lr{lr:g}'}-{way}"
+
+    def flags(self, preset: Preset, way: str) -> dict[str, Value]:
+        """Return the flags of its runs, but for a sweep's learning rate."""
+        ground = {} if preset.is_smoke else {"data": "imagefolder", "image_size": self.size, **GROUNDS[self.size]}
+        frozen: dict[str, Value] = {"freeze": "static", "cut": self.cut} if self.cut else {"freeze": "geometric"}
+        flags: dict[str, Value] = {**ground, **frozen, "augment": "views:2", "epochs": EPOCHS}
+        flags |= {"evaluate_every": EPOCHS, "checkpoint_every": "0"}
+        cache = {ON: "on", AUTO: "auto", SHARED: "on"}.get(way)
+        if cache:
+            flags["cache"] = cache
+        if way == SHARED:
+            flags["cache_dir"] = f"shared-px{self.size}-cut{self.cut}"
+        return flags
+
+
+STATIC = tuple(Setting(size, cut) for size in GROUNDS for cut in CUTS)
+VOTED = Setting(64, None)
+SWEPT = (Setting(128, 5), Setting(64, 4))
+"""The sweeps over learning rates, the one in which most is expected first."""
+PAIRS = (*((setting, ON) for setting in STATIC), (VOTED, ON), (VOTED, AUTO))
+"""The settings and the ways of caching that stand against runs without."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -91,121 +122,151 @@ def in_turn(ways: Sequence[str], place: int) -> Sequence[str]:
     return ways if place % 2 == 0 else ways[::-1]
 
 
-def tables(results: Results) -> list[Table]:
-    """Return sweeps, whole commands, what the plan said, reads, and the flags of the runs."""
-    found = [each_rate(results, sweep) for sweep in sweeps(results)]
-    found += [table for table in (commands(results), planned_beside_saved(results)) if table.rows]
-    reads = Reads.of(results.directory)
-    return [*found, *([reads.table()] if reads.rows else []), started(results)]
+def gain(results: Results, setting: Setting, way: str = ON, column: str = WHOLE) -> Interval:
+    """Return the time without the cache over that with it, paired by seed."""
+    return results.ratio(setting.label(way), setting.label(OFF), column)
 
 
-def each_rate(results: Results, sweep: Sweep) -> Table:
-    """Return the commands of a sweep."""
-    rows = []
-    for place, lr in enumerate(sweep.rates):
-        shared, alone = (results.of(label)[0] for label in sweep.pairs()[place])
-        rows.append(
-            (
-                f"{lr:g}",
-                seconds(sweep.alone[place]),
-                seconds(sweep.shared[place]),
-                factor(sweep.alone[place] / sweep.shared[place]),
-                str(shared["cache_rows_written"]),
-                str(shared["cache_rows_read"]),
-                percent(alone["test_accuracy"]),
-                percent(shared["test_accuracy"]),
-                "yes" if shared["parameter_digest"] == alone["parameter_digest"] else "no",
-            )
+def plan_error(results: Results, setting: Setting, way: str = ON) -> Interval:
+    """Return the seconds that the plan promised beyond those that the clocks of training say were saved."""
+    ours, theirs = (results.values(setting.label(each), TRAINING) for each in (way, OFF))
+    predicted = results.values(setting.label(way), "cache_seconds_saved_predicted")
+    shared = sorted(ours.keys() & theirs.keys() & predicted.keys())
+    return of_seeds({seed: predicted[seed] - (theirs[seed] - ours[seed]) for seed in shared})
+
+
+def same_bits(results: Results, ours: str, theirs: str) -> str:
+    """Return of how many of two labels' runs, seed by seed, the models are equal bit for bit."""
+    both = [{row["seed"]: row["parameter_digest"] for row in results.of(label)} for label in (ours, theirs)]
+    equal = [both[0][seed] == both[1][seed] for seed in both[0].keys() & both[1].keys()]
+    return f"{sum(equal)} of {len(equal)}"
+
+
+class Sweep:
+    """Learning rates tried one after another, with and without the shared cache; seconds of whole commands."""
+
+    def __init__(self, results: Results, setting: Setting) -> None:
+        self.results, self.setting = results, setting
+        self.shared, self.alone = (
+            [results.mean(setting.label(way, lr), WHOLE).mean for lr in LEARNING_RATES] for way in (SHARED, ALONE)
         )
-    total = ("all", seconds(sum(sweep.alone)), seconds(sum(sweep.shared)), factor(sweep.gain), "", "", "", "", "")
-    columns = ("Learning rate", "No cache", "Shared cache", "Speed-up", "Rows written", "Rows read")
-    accuracy = ("Accuracy, no cache", "Accuracy, shared cache")
-    title = f"Whole commands of a sweep on one shared cache, {sweep.setting.words}"
-    return Table(title=title, columns=(*columns, *accuracy, "Same bits"), rows=(*rows, total))
 
+    @property
+    def gain(self) -> float:
+        """All seconds without the cache over all with it."""
+        return sum(self.alone) / sum(self.shared)
 
-def commands(results: Results) -> Table:
-    """Return whole command and training of every setting."""
-    rows = []
-    for setting, way in pairs_of(results):
-        on, off = setting.label(way), setting.label(OFF)
-        equal, unequal = same_bits(results, [(on, off)])
-        rows.append(
-            (
-                f"{setting.words}, `--cache {way}`",
-                *(shown(results.mean(label, WHOLE), seconds) for label in (off, on)),
-                shown(gain(results, setting, way), factor, count=True),
-                *(shown(results.mean(label, TRAINING), seconds) for label in (off, on)),
-                shown(gain(results, setting, way, TRAINING), factor),
-                shown(results.mean(on, "cache_bytes"), megabytes),
-                f"{equal} of {equal + unequal}",
+    @property
+    def first_gain(self) -> float:
+        """The same of the first run, which fills the cache."""
+        return self.alone[0] / self.shared[0]
+
+    @property
+    def later_gain(self) -> Interval:
+        """The same of the runs after the first, paired by learning rate."""
+        ours, theirs = (dict(enumerate(seconds[1:])) for seconds in (self.shared, self.alone))
+        return paired_ratio(theirs, ours)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all models are equal bit for bit."""
+        pairs = (same_bits(self.results, *self.labels(lr)) for lr in LEARNING_RATES)
+        return all(told == "1 of 1" for told in pairs)
+
+    def labels(self, lr: float) -> tuple[str, str]:
+        """Return the labels of the two runs with a learning rate."""
+        return self.setting.label(SHARED, lr), self.setting.label(ALONE, lr)
+
+    def table(self) -> str:
+        """Return the commands."""
+        rows: list[tuple[str, ...]] = []
+        for place, lr in enumerate(LEARNING_RATES):
+            (shared,), (alone,) = map(self.results.of, self.labels(lr))
+            taken = (
+                seconds(self.alone[place]),
+                seconds(self.shared[place]),
+                factor(self.alone[place] / self.shared[place]),
             )
-        )
-    columns = ("Setting", "Command, no cache", "Command, cache", "Speed-up", "Training, no cache", "Training, cache")
-    title = f"One run of {EPOCHS} epochs and two views, pairs in turn"
-    return Table(title=title, columns=(*columns, "Speed-up of it", "Stored", "Same bits"), rows=tuple(rows))
+            held = (str(shared["cache_rows_written"]), str(shared["cache_rows_read"]))
+            accuracies = (percent(alone["test_accuracy"]), percent(shared["test_accuracy"]))
+            bits = "yes" if shared["parameter_digest"] == alone["parameter_digest"] else "no"
+            rows.append((f"{lr:g}", *taken, *held, *accuracies, bits))
+        rows.append(("all", seconds(sum(self.alone)), seconds(sum(self.shared)), factor(self.gain), *[""] * 5))
+        columns = ("Learning rate", "No cache", "Shared cache", "Speed-up", "Rows written", "Rows read")
+        accuracy = ("Accuracy, no cache", "Accuracy, shared cache")
+        return Table(columns=(*columns, *accuracy, "Same bits"), rows=tuple(rows)).to_text()
 
 
-def planned_beside_saved(results: Results) -> Table:
-    """Return what the plan said, beside the program's own account and the clocks."""
-    rows = []
-    for setting, way in pairs_of(results):
-        on, off = setting.label(way), setting.label(OFF)
-        told = ("cache_seconds_saved_predicted", "cache_seconds_saved")
-        rows.append(
-            (
-                f"{setting.words}, `--cache {way}`",
-                *(shown(results.mean(on, column), seconds) for column in told),
-                shown(results.change(off, on, TRAINING), seconds),
-                shown(plan_error(results, setting, way), signed_seconds, count=True),
-            )
-        )
-    columns = ("Setting", "Predicted", "Saved, own account", "Saved by the clocks", "Predicted minus clocks")
-    return Table(title="What the plan said, seconds of training", columns=columns, rows=tuple(rows))
+class Reads:
+    """Rows a second that the cache's reader gives, by `analysis.cache_reads`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.rows = pd.read_csv(directory / READS)
+
+    def rate(self, kilobytes: int, ranks: int, state: str) -> Interval:
+        """Return the rows a second of all ranks together, over the repetitions."""
+        mine = self.rows.query("row_bytes == 1024 * @kilobytes and ranks == @ranks and state == @state")
+        return mean_interval([float(rate) for rate in mine["rows_per_second"]])
+
+    def table(self) -> str:
+        """Return the rates with their intervals, and what lay in the page cache before."""
+        rows = []
+        for (ranks, row_bytes), mine in self.rows.groupby(["ranks", "row_bytes"]):
+            cold, warm = (self.rate(row_bytes // 1024, ranks, state) for state in ("cold", "warm"))
+            left = mine[mine["state"] == "cold"]["resident"].max()
+            told = (shown(cold, thousands), shown(warm, thousands, count=True))
+            per_second = (f"{rate.mean * row_bytes / 1e6:.0f}" for rate in (cold, warm))
+            rows.append((f"{row_bytes // 1024} KB", str(ranks), *told, *per_second, percent(left)))
+        columns = ("Row", "Ranks", "Cold (1000 rows/s)", "Warm (1000 rows/s)", "Cold (MB/s)", "Warm (MB/s)")
+        return Table(columns=(*columns, "Still in memory before cold reads"), rows=tuple(rows)).to_text()
 
 
-def drawings(results: Results) -> list[Drawing]:
-    """Return a sweep's seconds as they add up, and the speed-up by image size."""
-    found, known = [], sweeps(results)
-    if known:
-        lines = [
-            Line(label=f"{words}, {sweep.setting.size} pixels", points=added_up(taken), colour=colour, dash=dash)
-            for sweep, dash in zip(known, ("-", "--"))
-            for words, taken, colour in (
-                ("no cache", sweep.alone, COLOURS[0]),
-                ("shared cache", sweep.shared, COLOURS[1]),
-            )
-        ]
-        caption = (
-            "Seconds of whole commands as learning rates are tried one after another; one run each, sizes on different "
-            f"days; {'; '.join(sweep.setting.words for sweep in known)}."
-        )
-        figure = line_chart(lines, x="learning rates tried", y="seconds of all commands so far")
-        found.append(Drawing("learning-rates", caption, figure))
-    settings = timed(results)
-    if settings:
-        lines = [
-            Line(
-                label=f"{cut} of {STAGES} frozen, {words}",
-                points={s.size: gain(results, s, column=column) for s in settings if s.cut == cut},
-                colour=colour,
-                dash=dash,
-            )
-            for cut, colour in zip(CUTS, OTHERS)
-            if any(s.cut == cut for s in settings)
-            for words, column, dash in (("command", WHOLE, "-"), ("training", TRAINING, "--"))
-        ]
-        caption = (
-            f"Speed-up by the cache in one run of {EPOCHS} epochs and two views, by stages that are frozen: of the "
-            "whole command, and of training alone; "
-            f"{results.spread([setting.label(ON) for setting in settings])}."
-        )
-        figure = line_chart(lines, x="image size (pixels)", y="speed-up by the cache", log_x=True)
-        found.append(Drawing("speed-up", caption, figure))
-    return found
+def thousands(rate: float) -> str:
+    """Return a rate in thousands."""
+    return f"{rate / 1e3:.0f}" if rate >= 1e5 else f"{rate / 1e3:.3g}"
 
 
-def started(results: Results) -> Table:
+def signed_seconds(value: float) -> str:
+    """Return a difference of seconds."""
+    return f"{value:+.2f} s"
+
+
+def columns() -> tuple[list[Metric], list[Metric]]:
+    """Return the columns of the table of commands, and of that of plans; `against` is the label without the cache."""
+
+    def spread(title: str, column: str, of_other: bool) -> Metric:
+        return Metric(title, lambda r, label, _: shown(r.mean(other(label) if of_other else label, column), seconds))
+
+    def other(label: str) -> str:
+        return f"{label.rpartition('-')[0]}-{OFF}"
+
+    def quicker(title: str, column: str, *, n: bool = False) -> Metric:
+        return Metric(title, lambda r, label, _: shown(r.ratio(label, other(label), column), factor, count=n))
+
+    commands = [
+        spread("Command, no cache", WHOLE, True),
+        spread("Command, cache", WHOLE, False),
+        quicker("Speed-up", WHOLE, n=True),
+        spread("Training, no cache", TRAINING, True),
+        spread("Training, cache", TRAINING, False),
+        quicker("Speed-up of it", TRAINING),
+        METRICS["stored"],
+        Metric("Same bits", lambda r, label, _: same_bits(r, label, other(label))),
+    ]
+    wrong = {setting.label(way): (setting, way) for setting, way in PAIRS}
+    plans = [
+        spread("Predicted", "cache_seconds_saved_predicted", False),
+        spread("Saved, own account", "cache_seconds_saved", False),
+        Metric("Saved by the clocks", lambda r, label, _: shown(r.difference(other(label), label, TRAINING), seconds)),
+        Metric(
+            "Predicted minus clocks",
+            lambda r, label, _: shown(plan_error(r, *wrong[label]), signed_seconds, count=True),
+        ),
+    ]
+    return commands, plans
+
+
+def started(results: Results) -> str:
     """Return the flags of every setting's runs; those without a cache lack these flags alone."""
     lines, found = KeptRuns(results.directory).lines, dict[str, str]()
     for row in results.rows:
@@ -213,35 +274,67 @@ def started(results: Results) -> Table:
             setting = str(row["label"]).partition("-lr")[0]
             found.setdefault(setting, written(lines[str(row["run"])]["flags"]))
     rows = tuple((setting, f"`{flags}`") for setting, flags in found.items())
-    title = "How runs are started, here with the cache (of a sweep the first learning rate); paths below DIR and FOLDER"
-    return Table(title=title, columns=("Runs", "Flags"), rows=rows, prose=frozenset({"Flags"}))
+    return Table(columns=("Runs", "Flags"), rows=rows, prose=frozenset({"Flags"})).to_text()
 
 
-def added_up(taken: Sequence[float]) -> dict[int, Interval]:
+def words(results: Results) -> Words:
+    def faster(setting: Setting, way: str = ON, *, n: bool = False) -> str:
+        return shown(gain(results, setting, way), factor, count=n)
+
+    commands, plans = columns()
+    return {
+        "sweeps": [Sweep(results, setting) for setting in SWEPT],
+        "faster": faster,
+        "by_gain": sorted(STATIC, key=lambda setting: -gain(results, setting).mean),
+        "static": STATIC,
+        "voted": VOTED,
+        "pairs": PAIRS,
+        "pair_labels": {setting.label(way): f"{setting.words}, `--cache {way}`" for setting, way in PAIRS},
+        "commands": commands,
+        "plans": plans,
+        "plan_error": lambda setting, n=False: shown(plan_error(results, setting), signed_seconds, count=n),
+        "clocks_saved": lambda setting: shown(
+            results.difference(setting.label(OFF), setting.label(ON), TRAINING), seconds
+        ),
+        "worst_plan": max(STATIC, key=lambda setting: abs(plan_error(results, setting).mean)),
+        "reads": Reads(results.directory),
+        "thousands": thousands,
+        "started": started(results),
+    }
+
+
+def drawings(results: Results) -> Mapping[str, Figure]:
+    """Return a sweep's seconds as they add up, and the speed-up by image size."""
+    taken = [
+        Line(label=f"{words}, {sweep.setting.size} pixels", points=added_up(taken), colour=colour, dash=dash)
+        for sweep, dash in zip((Sweep(results, setting) for setting in SWEPT), ("-", "--"))
+        for words, taken, colour in (
+            ("no cache", sweep.alone, COLOURS[0]),
+            ("shared cache", sweep.shared, COLOURS[1]),
+        )
+    ]
+    gains = [
+        Line(
+            label=f"{cut} of {STAGES} frozen, {words}",
+            points={s.size: gain(results, s, column=column) for s in STATIC if s.cut == cut},
+            colour=colour,
+            dash=dash,
+        )
+        for cut, colour in zip(CUTS, OTHERS)
+        for words, column, dash in (("command", WHOLE, "-"), ("training", TRAINING, "--"))
+    ]
+    return {
+        "learning-rates": line_chart(taken, x="learning rates tried", y="seconds of all commands so far"),
+        "speed-up": line_chart(gains, x="image size (pixels)", y="speed-up by the cache", log_x=True),
+    }
+
+
+def added_up(taken: Iterable[float]) -> dict[int, Interval]:
     """Return how much the first 1, 2, ... come to."""
     return {count: mean_interval([total]) for count, total in enumerate(itertools.accumulate(taken), 1)}
 
 
-LIMITS = (
-    "One machine with 2 cores and a local disk; a network file system is another case.",
-    "Files that a run has just written lie in the page cache, as they would for its user.",
-    "At 32 pixels CIFAR-10, above it photographs of signed digits: data and size change together.",
-    "A sweep was made once; its interval is over the learning rates after the first.",
-    "A whole command starts Python and MPI, reads images, trains, evaluates once at the end and writes the model.",
-    "A run verifies a file when it opens it, which reads all of it once; reads here are timed after that.",
-    "Before cold reads pages are unmapped, written back (fsync) and dropped (posix_fadvise); a virtual disk may cache.",
-)
-EXPERIMENT = Experiment(
-    NAME,
-    "By how much the activation cache pays",
-    runs,
-    answers,
-    tables,
-    drawings,
-    LIMITS,
-    shown=6,
-    one_factor=False,
-)
+EXPERIMENT = Experiment(name=NAME, runs=runs, words=words, drawings=drawings, one_factor=False)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

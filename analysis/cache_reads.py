@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.benchmarks.launching import ROOT, environment
-from analysis.parts.cached_commands import NAME
-from analysis.parts.read_tables import READS
+from analysis.cache_benefit import NAME, READS
 from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
 from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.sweep import SMOKE_RESULTS
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small files, few repetitions, 2 ranks")
     options = parser.parse_args(arguments)
     path = (options.out or (QUICK_OUT if options.quick else RESULTS / NAME)) / READS
-    rows: list[dict[str, Any]] = [*texts_of(path)]
+    rows: list[dict[str, Any]] = texts_of(path).to_dict("records")
     try:
         for ranks in RANKS[1:2] if options.quick else RANKS:
             if not any(row["ranks"] == str(ranks) for row in rows):

@@ -19,19 +19,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from analysis.parts.clock_tables import readme
+import pandas as pd
+
 from analysis.parts.peers import Cell, by_samples, cell_of, shortest
 from analysis.peers import PEERS, Ground
-from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of
+from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of, told_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.options import folder_to_write
+from analysis.sweeps.pages import Page, Words
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import open_results
 from hvfreeze.errors import HvfreezeError, RefusedError
-from hvfreeze.report.tables import to_csv
+from hvfreeze.report.tables import factor, seconds, to_csv
 
 RANKS = (2, 1, 4)
 MEASURED_IN_FULL = 2
+NAME = "clock"
+UNSTAMPED = "AMD EPYC, 4 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept rows that name none."""
+PIXELS = {"peers": 32, "peers64": 64}
+WAYS = {"auto": "`--freeze auto --epochs 1`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
 COMPARED = {"peers": 1, "peers64": 2}
 """Experiment -> times the preset's image size."""
 SECONDS = 1200.0
@@ -64,14 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, required=True, help="CIFAR-10")
     parser.add_argument("--weights", type=Path, required=True, help="of a ResNet-18 trained at 32 pixels")
     parser.add_argument("--weights64", type=Path, required=True, help="of one trained at 64 pixels")
-    parser.add_argument(
-        "--out", type=folder_to_write, default=RESULTS / "clock", help="folder for rows.csv and README.md"
-    )
+    parser.add_argument("--out", type=folder_to_write, default=RESULTS / NAME, help="folder for rows.csv and README.md")
     parser.add_argument("--repeats", type=int, default=1, help="of every command (1)")
     options = parser.parse_args(arguments)
     weights = {"peers": options.weights, "peers64": options.weights64}
     try:
-        rows = texts_of(options.out / "rows.csv")
+        rows = texts_of(options.out / "rows.csv").to_dict("records")
         for repeat in range(options.repeats):
             for timed in commands():
                 key = timed.key(repeat)
@@ -81,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     rows.append({**key, **{name: str(value) for name, value in made.items()}})
                     publish(options.out / "rows.csv", to_csv(rows))
-                    publish(options.out / "README.md", readme(rows))
                     print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        PAGE.write(options.out.parent, options.out)
     except HvfreezeError as error:
         print(f"clock: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -130,6 +135,54 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
         **stamp(),
     }
 
+
+@dataclass(frozen=True)
+class Commands:
+    """What whole commands took; epochs that were not made are taken to last as long as the others."""
+
+    rows: pd.DataFrame
+
+    @classmethod
+    def of(cls, root: Path) -> Commands:
+        """Return those that are kept."""
+        rows = pd.read_csv(root / NAME / "rows.csv", keep_default_na=False)
+        missing = rows["train_seconds"] * (rows["epochs"] - rows["epochs_made"]) / rows["epochs_made"]
+        return cls(rows.assign(whole=rows["whole_seconds"] + missing, train=rows["train_seconds"] + missing))
+
+    def grounds(self) -> list[tuple[str, int]]:
+        """Return experiments and numbers of samples."""
+        return list(self.rows.groupby(["experiment", "samples"], sort=False).groups)
+
+    def mean(self, ground: tuple[str, int], way: str, what: str, ranks: int = 2) -> float:
+        """Return the mean seconds of a way's commands, `whole` or `train`; NaN where there are none."""
+        wanted = {"experiment": ground[0], "samples": ground[1], "way": way, "ranks": ranks}
+        mine = self.rows[(self.rows[list(wanted)] == list(wanted.values())).all(axis=1)]
+        return float(mine[what].mean())
+
+    def faster(self, ground: tuple[str, int], way: str, what: str = "whole") -> str:
+        """Return how many times as fast a way is as full fine-tuning on two ranks."""
+        return factor(self.mean(ground, "full", what) / self.mean(ground, way, what))
+
+    def epochs(self, ground: tuple[str, int]) -> int:
+        """Return how long full fine-tuning was."""
+        return int(self.mean(ground, "full", "epochs"))
+
+    def evaluating(self, ground: tuple[str, int]) -> str:
+        """Return the mean seconds of evaluation."""
+        return seconds(sum(self.mean(ground, way, "evaluate_seconds") for way in WAYS) / len(WAYS))
+
+
+def words(root: Path) -> Words:
+    commands = Commands.of(root)
+    return {
+        "commands": commands,
+        "ways": WAYS,
+        "pixels": PIXELS,
+        "told": told_of(texts_of(root / NAME / "rows.csv"), unstamped=UNSTAMPED),
+    }
+
+
+PAGE = Page(NAME, words)
 
 if __name__ == "__main__":
     sys.exit(main())

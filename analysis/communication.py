@@ -11,12 +11,16 @@ of one run, after the first and, with low rank, after those in which it has not 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from statistics import mode
 
-from analysis.parts.networks.step_times import compute, images, milliseconds, pace, phase, step
+from matplotlib.figure import Figure
+
+from analysis.parts.networks.step_times import compute, images, pace, phase, step
 from analysis.sweeps.charts import bar_chart
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.launching import bits_per_second
+from analysis.sweeps.pages import Words, milliseconds
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import shown
@@ -41,10 +45,8 @@ VARIANTS: dict[str, dict[str, Value]] = {
 BATCH, STEPS, EPOCHS = 64, 4, 6
 MORE_EPOCHS = 2
 """That low rank is given: it sets in after the first ten steps."""
-CACHED = "frozen-cached"
 NETWORK = (2, "1gbit")
 """The network that the answer is about."""
-ONE_RUN = "Where a network has one run of a variant, its interval and n are over the epochs of that run."
 REPEATED = ((1, ""), NETWORK, (4, "1gbit"))
 """Measured with every seed."""
 
@@ -93,54 +95,9 @@ def label_of(name: str, nodes: int, bandwidth: str) -> str:
     return f"{name}-{nodes}x" + (f"-{bandwidth}" if bandwidth else "")
 
 
-def measured(results: Results, name: str, nodes: int, bandwidth: str) -> list[Run]:
-    """Return a variant's runs on a network."""
-    label = label_of(name, nodes, bandwidth)
-    return results.runs_of(label) if results.of(label) else []
-
-
-def answers(results: Results) -> list[Answer]:
-    """Return the answer to question 6, at 1 Gbit/s on two nodes."""
-    two = {name: measured(results, name, *NETWORK) for name in VARIANTS}
-    one = {name: measured(results, name, 1, "") for name in VARIANTS}
-    there = {name: runs for name, runs in two.items() if runs}
-    alone = {name: runs for name, runs in one.items() if runs}
-    if not there.keys() & alone.keys() >= VARIANTS.keys():
-        return []
-    sent = {name: results.mean(label_of(name, *NETWORK), "wire_bytes_per_step") for name in VARIANTS}
-    waits = {name: phase(runs, "allreduce") for name, runs in there.items()}
-    ranked = sorted(there, key=lambda name: step(there[name]).mean)
-    steps = ", ".join(f"{name} {shown(step(there[name]), milliseconds)}" for name in ranked)
-    low, alone_cached = pace(there[f"{CACHED}-powersgd"]), pace(alone[CACHED])
-    text = (
-        f"With four of six stages frozen and cached, two nodes with low rank at 1 Gbit/s train "
-        f"{shown(low, images, count=True)}, one node {shown(alone_cached, images)}."
-    )
-    details = (
-        (
-            f"In full two nodes train {shown(pace(there['full']), images)}, one node "
-            f"{shown(pace(alone['full']), images)}, two with low rank (powersgd:4) "
-            f"{shown(pace(there['powersgd']), images)}."
-        ),
-        f"With four stages frozen and cached, uncompressed, two nodes train {shown(pace(there[CACHED]), images)}.",
-        (
-            f"A full step of batch {BATCH} takes {shown(step(there['full']), milliseconds, count=True)} there, "
-            f"{shown(waits['full'], milliseconds)} of it exposed waiting for {megabytes(sent['full'].mean)} on the "
-            "wire."
-        ),
-        f"With low rank the wait is {shown(waits['powersgd'], milliseconds)} for {megabytes(sent['powersgd'].mean)}.",
-        f"Steps there, the shortest first: {steps}.",
-        *([ONE_RUN] if any(len(runs) == 1 for runs in (*there.values(), *alone.values())) else []),
-    )
-    question = "6. What does communication cost, with freezing and caching, against one node?"
-    # The method with what a slow network asks for, not the plain loop, is what is judged.
-    negative = low.n > 1 and alone_cached.n > 1 and low.high < alone_cached.low
-    return [Answer(question=question, text=text, n=len(there["full"]), negative=negative, details=details)]
-
-
-def tables(results: Results) -> list[Table]:
+def table(results: Results) -> str:
     """Return a row per variant and network."""
-    rows, usual = [], mode(results.machine(row) for row in results.rows) if results.rows else ""
+    rows, usual = [], usual_machine(results)
     for label in results.labels:
         row, runs = results.of(label)[0], results.runs_of(label)
         wire = row["wire_bytes_per_step"]
@@ -163,62 +120,43 @@ def tables(results: Results) -> list[Table]:
                 milliseconds(line) if line else "",
             )
         )
-    columns = (
-        "Variant",
-        "Runs",
-        "Nodes",
-        "Link",
-        "Of all nodes",
-        "Step",
-        "Compute",
-        "Exposed allreduce",
-        "Compute / exposed",
-        "Payload, a step of the run",
-    )
-    title = f"Seconds of rank 0, a step; * more ranks than cores; other machine: than {usual}. {ONE_RUN}"
-    return [Table(title=title, columns=(*columns, "On the wire, a node", "At line rate"), rows=tuple(rows))]
+    columns = ("Variant", "Runs", "Nodes", "Link", "Of all nodes", "Step", "Compute", "Exposed allreduce")
+    more = ("Compute / exposed", "Payload, a step of the run", "On the wire, a node", "At line rate")
+    return Table(columns=(*columns, *more), rows=tuple(rows)).to_text()
 
 
-def drawings(results: Results) -> list[Drawing]:
+def usual_machine(results: Results) -> str:
+    """Return the machine of most runs."""
+    return mode(results.machine(row) for row in results.rows)
+
+
+def words(results: Results) -> Words:
+    def runs(name: str, nodes: int = NETWORK[0]) -> list[Run]:
+        return results.runs_of(label_of(name, nodes, NETWORK[1] if nodes > 1 else ""))
+
+    return {
+        "pace": lambda name, nodes=NETWORK[0], n=False: shown(pace(runs(name, nodes)), images, count=n),
+        "step": lambda name, n=False: shown(step(runs(name)), milliseconds, count=n),
+        "waits": lambda name: shown(phase(runs(name), "allreduce"), milliseconds),
+        "sent": lambda name: megabytes(results.mean(label_of(name, *NETWORK), "wire_bytes_per_step").mean),
+        "ranked": sorted(VARIANTS, key=lambda name: step(runs(name)).mean),
+        "usual": usual_machine(results),
+        "table": table(results),
+    }
+
+
+def drawings(results: Results) -> Mapping[str, Figure]:
     """Return exposed waiting, and phases on the slowest network."""
-    if not results.rows:
-        return []
-    several = [label_of(name, *on) for on in REPEATED[1:] for name in VARIANTS if results.of(label_of(name, *on))]
+    several = [label_of(name, *on) for on in REPEATED[1:] for name in VARIANTS]
     waits = {label: phase(results.runs_of(label), "allreduce") for label in several}
-    two = [label_of(name, *on) for on in REPEATED[:2] for name in VARIANTS if results.of(label_of(name, *on))]
-    caption = (
-        "Training time of rank 0 by phase, one node and two at 1 Gbit/s; speed-ups are over the full run of the same "
-        "link and compression; the first run of each."
-    )
-    return [
-        Drawing(
-            name="exposed",
-            caption="Time a step waits for gradients at 1 Gbit/s; mean and 95 % interval over runs (others: table).",
-            figure=bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
-        ),
-        Drawing(
-            name="phases",
-            caption=caption,
-            figure=plot_phases([results.runs_of(label)[0] for label in two], width=NARROW),
-        ),
-    ]
+    two = [label_of(name, *on) for on in REPEATED[:2] for name in VARIANTS]
+    return {
+        "exposed": bar_chart(waits, x="exposed allreduce, a step (ms)", scale=1000),
+        "phases": plot_phases([results.runs_of(label)[0] for label in two], width=NARROW),
+    }
 
 
-EXPERIMENT = Experiment(
-    name="communication",
-    title="Communication on 1, 2 and 4 nodes",
-    runs=runs,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
-    limits=(
-        "The nodes are network namespaces of one machine: links are limited, processors are shared.",
-        "More ranks than cores (marked *) compute as much longer, and hide more of the exchange.",
-        "No latency is added to the links.",
-        ONE_RUN,
-        "Runs of the first seed, which other work had disturbed, were made again after those of the others.",
-    ),
-)
+EXPERIMENT = Experiment(name="communication", runs=runs, words=words, drawings=drawings)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -10,14 +10,25 @@ ResNet-18 trained at 32 pixels. Each rank has one thread and a core of its own. 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Mapping
 
-from analysis.parts.core_pages import answers, drawings, tables
+from matplotlib.figure import Figure
+
 from analysis.parts.pinned import cores
+from analysis.sweeps.charts import FULL, METHOD_COLOURS, OTHERS, Line, line_chart
 from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.kept import Row
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
+from analysis.sweeps.results import Results
+from analysis.sweeps.statistics import Interval, of_seeds, paired_ratio, shown
 from analysis.sweeps.sweep import main
+from hvfreeze.report.figures import DASHES
+from hvfreeze.report.tables import Table, factor, number, percent, seconds
+from hvfreeze.wording import plural
 
 GLOBAL_BATCH, STRONG_IMAGES = 384, 2_304
 RANK_BATCH, RANK_IMAGES = 64, 384
@@ -25,6 +36,24 @@ SMALL_BATCH, SMALL_IMAGES, SMALL_RANKS = 16, 64, 2
 """Of the smoke preset on any machine; batch and images of all ranks, and of each."""
 FEW, MANY = 5_000, 20_000
 """Images that a head is solved on."""
+WAYS = {
+    "full": "full, one batch of all ranks",
+    "frozen": "frozen by a schedule, one batch",
+    "weak": "full, a batch each",
+    "copies": "copies without MPI",
+    "solved-few": "solved head, 5 000 images",
+    "solved-many": "solved head, 20 000 images",
+}
+ALONE = {"copies": "weak"}
+"""Way -> the way whose single rank it is held against, where that is another."""
+LOOKS = {
+    "full": (METHOD_COLOURS[FULL], DASHES[0]),
+    "frozen": (METHOD_COLOURS["linear"], DASHES[0]),
+    "weak": (METHOD_COLOURS[FULL], DASHES[1]),
+    "copies": (OTHERS[0], DASHES[2]),
+    "solved-few": (METHOD_COLOURS["--freeze auto"], DASHES[0]),
+}
+PARTS = ("train_seconds", "seconds_allreduce", "seconds_optimizer")
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -68,27 +97,106 @@ def flags(preset: Preset, way: str, ranks: int) -> dict[str, Value]:
     return {**found, "freeze": "linear", "cache": "on"} if way == "frozen" else found
 
 
-EXPERIMENT = Experiment(
-    name="cores",
-    title="More cores of one machine, a rank on each",
-    runs=runs,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
-    limits=(
-        "A run a cell, but for one that has two: differences of a tenth say nothing.",
-        "Six steps an epoch, and two or three epochs that count: those of one run differ by more than a tenth.",
-        "A solver's exchange is part of its time.",
-        "Blocks frozen by a schedule on one rank, and 20 000 images on fewer ranks than all, were not measured.",
-        "The kept runs were made by an earlier form of this command, with the same flags and taskset to bind ranks.",
-        "Their environment had OMPI_MCA_pml=ob1, OMPI_MCA_btl=self,sm, OMPI_MCA_coll=^han; 500 images were tested on.",
-        "Their Open MPI is 5.0.11, their torch one for GPUs (2.11.0+cu130) that saw none.",
-        "A virtual machine of 16 cores without second threads; what else ran on its host is not known.",
-        "ResNet-18 at 32 pixels is a small model: larger images give a rank more to compute between two exchanges.",
-    ),
-    chooses_lr=True,
-    one_factor=False,
-)
+def sizes(results: Results, way: str) -> list[int]:
+    """Return the numbers of ranks that a way was measured on, the fewest first."""
+    return sorted({int(row["ranks"]) for row in results.rows if str(row["label"]).rpartition("-")[0] == way})
+
+
+def rates(results: Results, way: str, ranks: int) -> dict[int, float]:
+    """Return the images a second of all ranks for each seed, after the first epoch where there are more.
+
+    In that memory and libraries come up to speed, and copies start beside each other.
+    """
+    return {int(row["seed"]): rate(results, row) for row in results.of(f"{way}-{ranks}x")}
+
+
+def rate(results: Results, row: Row) -> float:
+    """Return the images a second of a run, of all its copies where it has some."""
+    if row["epochs"] == 1:
+        return float(row["images_per_second"])
+    if str(row["label"]).startswith("copies"):
+        return sum(copy_rates(results, row))
+    return float(row["ranks"] * row["batch_size"] / row["step_seconds"])
+
+
+def copy_rates(results: Results, row: Row) -> list[float]:
+    """Return the images a second of each copy, after its first epoch."""
+    copies = (results.runs[str(row["run"])].summary or {})["copies"]
+    return [len(epochs[1:]) / sum(1 / epoch for epoch in epochs[1:]) for epochs in copies]
+
+
+def gain(results: Results, way: str, ranks: int, fewer: int) -> Interval:
+    """Return how many times as many images a second so many ranks come to as fewer, paired by seed."""
+    return paired_ratio(rates(results, way, ranks), rates(results, ALONE.get(way, way) if fewer == 1 else way, fewer))
+
+
+def exposed(results: Results, way: str, ranks: int) -> str:
+    """Return what of a step a rank waits for gradients, and how many images it has."""
+    label = f"{way}-{ranks}x"
+    share = results.mean(label, "step_allreduce").mean / results.mean(label, "step_seconds").mean
+    return f"{percent(share, 0)} on {plural(ranks, 'rank')} of {results.of(label)[0]['batch_size']} images"
+
+
+def table(results: Results) -> str:
+    """Return a row for each way and number of ranks."""
+    measured, parts = ("Images/s, each run", "Speed-up", "Efficiency"), ("exposed allreduce", "optimizer, solver")
+    heads = ("Way", "Ranks", *measured, "Training", *parts)
+    rows = []
+    for way, words in WAYS.items():
+        for ranks in sizes(results, way):
+            label = f"{way}-{ranks}x"
+            fewest = sizes(results, ALONE.get(way, way))[:1] or [ranks]
+            faster = gain(results, way, ranks, fewest[0])
+            taken = [results.mean(label, column).mean for column in PARTS]
+            gained = (factor(faster.mean), percent(faster.mean * fewest[0] / ranks, 0)) if faster.n else ("", "")
+            alone = len(sizes(results, way)) == 1 and way not in ALONE
+            rows.append(
+                (
+                    words,
+                    str(ranks),
+                    " and ".join(map(number, rates(results, way, ranks).values())),
+                    *(("", "") if alone or math.isnan(faster.mean) else gained),
+                    *(seconds(part) if part else "" for part in taken),
+                )
+            )
+    return Table(columns=heads, rows=tuple(rows)).to_text()
+
+
+def middle(values: Mapping[int, float]) -> Interval:
+    """Return the mean over seeds without an interval, which two runs would make wider than the figure."""
+    return Interval(of_seeds(values).mean, math.nan, math.nan, len(values))
+
+
+def drawings(results: Results) -> Mapping[str, Figure]:
+    """Return images a second over ranks."""
+    lines = []
+    for way, (colour, dash) in LOOKS.items():
+        points = {ranks: middle(rates(results, way, ranks)) for ranks in sizes(results, way)}
+        lines.append(Line(label=WAYS[way], points=points, colour=colour, dash=dash))
+    return {"cores": line_chart(lines, x="ranks, a core each", y="images a second", log_x=True)}
+
+
+def words(results: Results) -> Words:
+    def mean(label: str, column: str) -> float:
+        return results.mean(label, column).mean
+
+    def slowest_copy(label: str) -> float:
+        alone = [copy_rates(results, row) for row in results.of(label)]
+        return sum(min(each) / (sum(each) / len(each)) for each in alone) / len(alone)
+
+    solver = [mean(f"solved-few-{ranks}x", "seconds_optimizer") for ranks in sizes(results, "solved-few")]
+    return {
+        "faster": lambda way, ranks, fewer, n=False: shown(gain(results, way, ranks, fewer), factor, count=n),
+        "exposed": lambda way, ranks: exposed(results, way, ranks),
+        "passes": lambda ranks: sum(mean(f"weak-{ranks}x", f"seconds_{name}") for name in ("forward", "backward")),
+        "features": lambda ranks: mean(f"solved-few-{ranks}x", "seconds_forward"),
+        "solver": (min(solver), max(solver)),
+        "slowest_copy": slowest_copy("copies-16x"),
+        "table": table(results),
+    }
+
+
+EXPERIMENT = Experiment(name="cores", runs=runs, words=words, drawings=drawings, chooses_lr=True, one_factor=False)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT, ["--ranks", str(len(cores(os.sched_getaffinity(0)))), *sys.argv[1:]]))

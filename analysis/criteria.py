@@ -11,18 +11,20 @@ step is counted in forward passes, a backward pass with its update as three, so 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from matplotlib.figure import Figure
 
 from analysis.grounds import RESNET
 from analysis.sweeps.charts import FULL, Way, ways_chart
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, is_below, of_seeds, paired_difference, shown, signed_points
+from analysis.sweeps.statistics import Interval, of_seeds, paired_difference, shown, signed_points
 from analysis.sweeps.sweep import main
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
@@ -95,11 +97,6 @@ def label_of(name: str, way: str, epochs: int) -> str:
     return f"{name}-{way}-{epochs}"
 
 
-def made(results: Results) -> Iterator[str]:
-    """Yield the grounds with rows that can be held against each other."""
-    return (name for name in GROUNDS if all(results.of(label_of(name, way, LONGEST)) for way in (NONE, OURS)))
-
-
 def work(run: Run) -> float:
     """Return the work of a run in epochs of training without a frozen block."""
     model = build_model(run.settings["model"], num_classes=CLASSES, image_size=SIDE).model
@@ -113,71 +110,46 @@ def work(run: Run) -> float:
     return spent / (1 + BACKWARD) / (int(last["step"]) / len(run.metrics))
 
 
-def works(results: Results, label: str) -> dict[int, float]:
-    """Return the work of a label's runs by seed."""
-    return {int(row["seed"]): work(results.runs[str(row["run"])]) for row in results.of(label)}
+def works(results: Results, label: str) -> Interval:
+    """Return the work of a label's runs."""
+    return of_seeds({int(row["seed"]): work(results.runs[str(row["run"])]) for row in results.of(label)})
 
 
 def lost(results: Results, name: str, way: str, epochs: int) -> Interval:
     """Return accuracy against nothing frozen for as many epochs; of no runs where there are none as long."""
-    mine, theirs = (results.values(label_of(name, each, epochs), "test_accuracy") for each in (way, NONE))
-    return paired_difference(mine, theirs)
+    nothing = label_of(name, NONE, epochs)
+    ours = results.values(label_of(name, way, epochs), "test_accuracy")
+    return paired_difference(ours, results.values(nothing, "test_accuracy") if results.has(nothing) else {})
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return for each ground what the criterion from evidence costs, and how schedules stand to it at equal work."""
+def rivals(results: Results, name: str) -> list[str]:
+    """Return each schedule beside the longest of ours that take no more work; nothing where ours take more."""
     found = []
-    for name in made(results):
-        ours = label_of(name, OURS, LONGEST)
-        change, spent = lost(results, name, OURS, LONGEST), of_seeds(works(results, ours))
-        nothing = "It froze nothing. " if spent.mean > 0.99 * LONGEST else ""
-        text = f"{nothing}Against nothing frozen {shown(change, signed_points, count=True)}."
-        details = [f"It takes {spent.mean / LONGEST:.2f} of the work, for {results.accuracy_text(ours)}."]
-        behind = is_below(change, -TOO_EARLY / 100)
-        for label, mine in rivals(results, name):
-            ahead = paired_difference(results.values(mine, "test_accuracy"), results.values(label, "test_accuracy"))
-            behind |= is_below(ahead, 0)
-            _, way, epochs = label.split("-")
-            details.append(
-                f"With at most the work of {epochs} epochs of {way} ({of_seeds(works(results, label)).mean:.1f}): "
-                f"{shown(ahead, signed_points)}."
-            )
-        question = f"What does freezing by coherence cost and save: {GROUNDS[name].words}?"
-        found.append(Answer(question, text, change.n, negative=behind, details=tuple(details)))
-    return found
-
-
-def rivals(results: Results, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each schedule's runs, and the longest of ours that take no more work; none where ours take more."""
     for way in ("linear", "geometric"):
         for epochs in EPOCHS[way]:
             label = label_of(name, way, epochs)
-            if not results.of(label):
-                continue
-            limit = 1.05 * of_seeds(works(results, label)).mean
+            limit = 1.05 * works(results, label).mean
             ours = [label_of(name, OURS, length) for length in EPOCHS[OURS]]
-            fitting = [mine for mine in ours if results.of(mine) and of_seeds(works(results, mine)).mean <= limit]
+            fitting = [mine for mine in ours if works(results, mine).mean <= limit]
             if fitting:
-                yield label, fitting[-1]
+                ahead = results.change(fitting[-1], label)
+                spent = works(results, label).mean
+                found.append(f"With at most the work of {epochs} epochs of {way} ({spent:.1f}): {ahead}.")
+    return found
 
 
-def tables(results: Results) -> list[Table]:
+def table(results: Results) -> str:
     """Return what each criterion loses by freezing too early, and what it spends by freezing late or never."""
     columns = ("Ground", "Criterion", "Epochs", "Test accuracy", "Against nothing frozen", "Work", "Last cut", "Frozen")
-    rows = []
-    for name in made(results):
-        for way, lengths in EPOCHS.items():
-            for epochs in lengths:
-                label = label_of(name, way, epochs)
-                if results.of(label):
-                    rows.append(row_of(results, name, way, epochs))
-    return [Table(columns=columns, rows=tuple(rows), prose=frozenset({"Ground", "Criterion"}))]
+    cases = ((name, way, n) for name in GROUNDS for way, lengths in EPOCHS.items() for n in lengths)
+    rows = tuple(row_of(results, *case) for case in cases)
+    return Table(columns=columns, rows=rows, prose=frozenset({"Ground", "Criterion"})).to_text()
 
 
 def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...]:
     """Return a row of the table."""
     label = label_of(name, way, epochs)
-    spent, change = of_seeds(works(results, label)), lost(results, name, way, epochs)
+    spent, change = works(results, label), lost(results, name, way, epochs)
     return (
         GROUNDS[name].words,
         way,
@@ -185,7 +157,7 @@ def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...
         shown(results.mean(label, "test_accuracy"), percent, count=True),
         "" if way == NONE or not change.n else shown(change, signed_points),
         f"{spent.mean:.1f}",
-        results.cut_text(label),
+        results.cut(label),
         "" if way == NONE else judged(change, spent.mean / epochs),
     )
 
@@ -198,48 +170,28 @@ def judged(change: Interval, part: float) -> str:
     return saved if part < 1 else "nothing"
 
 
-def drawings(results: Results) -> list[Drawing]:
-    """Return accuracy against work on each ground."""
-    panels = {
-        GROUNDS[name].words: [
-            Way(
-                FULL if way == NONE else way,
-                [point(results, label_of(name, way, n)) for n in lengths if results.of(label_of(name, way, n))],
-            )
-            for way, lengths in EPOCHS.items()
-            if any(results.of(label_of(name, way, n)) for n in lengths)
-        ]
-        for name in made(results)
+def words(results: Results) -> Words:
+    return {
+        "grounds": GROUNDS,
+        "rivals": lambda name: rivals(results, name),
+        "part": lambda label: f"{works(results, label).mean / LONGEST:.2f}",
+        "table": table(results),
     }
-    if not panels:
-        return []
-    caption = (
-        f"Accuracy against work, in epochs without a frozen block, of 4 to 12 epochs; {results.spread(results.labels)}."
-    )
-    return [Drawing("criteria", caption, ways_chart(panels, reference=FULL, ours=[OURS], x="work (epochs)"))]
 
 
-def point(results: Results, label: str) -> tuple[Interval, Interval]:
-    """Return a label's work and accuracy."""
-    return of_seeds(works(results, label)), results.mean(label, "test_accuracy")
+def drawings(results: Results) -> Mapping[str, Figure]:
+    """Return accuracy against work on each ground."""
+
+    def way_of(name: str, way: str) -> Way:
+        labels = [label_of(name, way, epochs) for epochs in EPOCHS[way]]
+        points = [(works(results, label), results.mean(label, "test_accuracy")) for label in labels]
+        return Way(FULL if way == NONE else way, points)
+
+    panels = {ground.words: [way_of(name, way) for way in EPOCHS] for name, ground in GROUNDS.items()}
+    return {"criteria": ways_chart(panels, reference=FULL, ours=[OURS], x="work (epochs)")}
 
 
-EXPERIMENT = Experiment(
-    "criteria",
-    "Which criterion freezes what has stopped learning?",
-    runs,
-    answers,
-    tables,
-    drawings,
-    (
-        "Work is counted, not clocked: a backward pass with its update counts as three forward passes of its blocks.",
-        "One learning rate (0.05, cosine), which was not searched for; 2 ranks, batches of 64 a rank.",
-        "A schedule that is held against ours takes as much work or up to 5 % less.",
-        "A criterion that freezes late is not told from one that has nothing to freeze, but by what others save.",
-    ),
-    chooses_lr=True,
-    one_factor=False,
-)
+EXPERIMENT = Experiment(name="criteria", runs=runs, words=words, drawings=drawings, chooses_lr=True, one_factor=False)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

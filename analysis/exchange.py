@@ -16,18 +16,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from torch import nn
 
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks import messages
-from analysis.parts.networks.step_times import milliseconds
-from analysis.sweeps.kept import RESULTS, commit, machines_of, publish, texts_of
+from analysis.sweeps.kept import RESULTS, commit, publish, texts_of, told_of
 from analysis.sweeps.launching import ROOT, bits_per_second, finish, nodes_up, require_cluster
 from analysis.sweeps.options import folder_to_write
+from analysis.sweeps.pages import Page, Words, milliseconds
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.statistics import mean_interval, paired_difference, paired_ratio, shown
 from hvfreeze.comm.horovod_world import open_world
@@ -36,6 +37,7 @@ from hvfreeze.errors import HvfreezeError
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.report.tables import factor, to_csv
 
+NAME = "exchange"
 NEXT_TO_NOTHING, LATENCIES = "1us", ("100us", "500us")
 """One way from node to node; the wires that delay take a little themselves."""
 NETWORKS = (
@@ -55,9 +57,6 @@ THEIRS = {
 SETTINGS: dict[str, dict[str, str]] = {"Open MPI's": THEIRS, "ours": {}}
 UNSTAMPED = "AMD EPYC, 4 cores; mpirun (Open MPI) 4.1.4, torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept rows that name none."""
-LATE_COMMIT = "0b6c23a"
-LATE = "- With 0.1 and 0.5 ms added, exchanges had 0.3 and 0.7 ms: the process woke late then.\n"
-"""What holds of exchanges that were measured with that commit."""
 HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100", "OMPI_MCA_coll_han_use_simple_allreduce": "1"}
 """In Open MPI 4.1.4 the pipelined hierarchical sum reads address 0x10001 where ranks sum in place, as Horovod's do."""
 
@@ -65,9 +64,7 @@ HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100", "OMPI_MCA_coll_han_use_simp
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, or with --worker be one rank of it; return 0."""
     parser = argparse.ArgumentParser(prog="python -m analysis.exchange", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--out", type=folder_to_write, default=RESULTS / "exchange", help="folder for rows.csv and README.md"
-    )
+    parser.add_argument("--out", type=folder_to_write, default=RESULTS / NAME, help="folder for rows.csv and README.md")
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker is not None:
@@ -88,33 +85,28 @@ def measure_missing(out: Path) -> None:
         UsageError: this machine cannot have the nodes, or links that delay.
         RefusedError: nodes did not come up; what was measured before is kept.
     """
-    rows, lines = kept(out / "rows.csv"), []
-    missing = [network for network in NETWORKS if not measured(rows, *network)]
+    rows = kept(out / "rows.csv")
+    missing = [network for network in NETWORKS if measured(rows, *network).empty]
     if missing or not messages.complete(out / "messages.csv"):
         require_cluster(latency=True)
-    for network in NETWORKS:
-        if network in missing:
-            rows += measure(*network)
-            publish(out / "rows.csv", to_csv(rows))
-        lines.append(verdict(rows, *network))
-        print(lines[-1], flush=True)
-    sent = messages.messages(out / "messages.csv")
-    print(messages.line(sent))
-    publish(out / "README.md", readme([*lines, messages.line(sent)], [*rows, *sent]))
+    for network in missing:
+        rows = pd.concat([rows, pd.DataFrame(measure(*network))])
+        publish(out / "rows.csv", to_csv(rows.to_dict("records")))
+        print(verdict(rows, *network), flush=True)
+    messages.messages(out / "messages.csv")
+    PAGE.write(out.parent, out)
 
 
-def kept(path: Path) -> list[dict[str, Any]]:
+def kept(path: Path) -> pd.DataFrame:
     """Return the rows that are there."""
-    numbers = {"nodes": int, "ranks_a_node": int, "repeat": int, "payload_bytes": int, "seconds": float}
-    return [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in texts_of(path)]
+    columns = ["nodes", "bandwidth", "ranks_a_node", "latency", "settings", "repeat", "payload_bytes", "seconds"]
+    return pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame(columns=columns)
 
 
-def measured(
-    rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int, latency: str
-) -> list[dict[str, Any]]:
+def measured(rows: pd.DataFrame, nodes: int, bandwidth: str, each: int, latency: str) -> pd.DataFrame:
     """Return a network's rows."""
     wanted = {"nodes": nodes, "bandwidth": bandwidth, "ranks_a_node": each, "latency": latency}
-    return [row for row in rows if wanted.items() <= row.items()]
+    return rows[(rows[list(wanted)] == list(wanted.values())).all(axis=1)]
 
 
 def settings(each: int, latency: str) -> dict[str, dict[str, str]]:
@@ -145,24 +137,33 @@ def measure(nodes: int, bandwidth: str, each: int, latency: str) -> list[dict[st
     return rows
 
 
-def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: int, latency: str) -> str:
+def taken(rows: pd.DataFrame, network: tuple[int, str, int, str], setting: str = "ours") -> dict[int, float]:
+    """Return the seconds of an exchange by job."""
+    mine = measured(rows, *network)
+    return dict(mine[mine["settings"] == setting].set_index("repeat")["seconds"])
+
+
+def verdict(rows: pd.DataFrame, nodes: int, bandwidth: str, each: int, latency: str) -> str:
     """Return what the rows say of a network."""
+    network = (nodes, bandwidth, each, latency)
     if latency:
-        return later(rows, nodes, bandwidth, latency)
-    there = measured(rows, nodes, bandwidth, each, latency)
-    names = list(settings(each, latency))
-    taken = {name: {row["repeat"]: row["seconds"] for row in there if row["settings"] == name} for name in names}
-    payload = there[0]["payload_bytes"]
+        more = paired_difference(taken(rows, network), taken(rows, (nodes, bandwidth, each, NEXT_TO_NOTHING)))
+        beside = f"{shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
+        told = shown(mean_interval(list(taken(rows, network).values())), milliseconds)
+        beside = "the wires themselves" if latency == NEXT_TO_NOTHING else beside
+        return f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {told}, {beside}"
+    found = {name: taken(rows, network, name) for name in settings(each, latency)}
+    payload = measured(rows, *network)["payload_bytes"].iloc[0]
     line_rate = 8 * 2 * (nodes - 1) / nodes * payload / bits_per_second(bandwidth)
     spans = ", ".join(
-        f"{name} {shown(mean_interval(list(values.values())), milliseconds)}" for name, values in taken.items()
+        f"{name} {shown(mean_interval(list(values.values())), milliseconds)}" for name, values in found.items()
     )
     gains = " and ".join(
-        f"{shown(paired_ratio(taken[name], taken['ours']), factor, count=True)} as fast as {name}"
-        for name in names
+        f"{shown(paired_ratio(found[name], found['ours']), factor, count=True)} as fast as {name}"
+        for name in found
         if name != "ours"
     )
-    times = mean_interval(list(taken["ours"].values())).mean / line_rate
+    times = mean_interval(list(found["ours"].values())).mean / line_rate
     ranks = f" of {each} ranks" if each > 1 else ""
     return (
         f"{nodes} nodes{ranks} at {bandwidth}/s, {payload / 1e6:.1f} MB: {spans}; a ring of nodes at line rate "
@@ -170,38 +171,16 @@ def verdict(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, each: in
     )
 
 
-def later(rows: Sequence[dict[str, Any]], nodes: int, bandwidth: str, latency: str) -> str:
-    """Return what added latency costs an exchange, beside wires that take next to nothing."""
-    seconds = {
-        wait: {row["repeat"]: row["seconds"] for row in measured(rows, nodes, bandwidth, 1, wait)}
-        for wait in (NEXT_TO_NOTHING, latency)
+def words(root: Path) -> Words:
+    rows, sent = kept(root / NAME / "rows.csv"), texts_of(root / NAME / "messages.csv")
+    return {
+        "verdicts": [verdict(rows, *network) for network in NETWORKS],
+        "messages": messages.line(sent),
+        "told": told_of(pd.concat([rows, sent]), unstamped=UNSTAMPED),
     }
-    taken = shown(mean_interval(list(seconds[latency].values())), milliseconds)
-    said = f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {taken}"
-    if latency == NEXT_TO_NOTHING:
-        return f"{said}, the wires themselves"
-    more = paired_difference(seconds[latency], seconds[NEXT_TO_NOTHING])
-    return f"{said}, {shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
 
 
-def readme(verdicts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return README.md; `rows` are those of exchanges and of messages."""
-    sources = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
-    claims = "\n".join(f"- {verdict}" for verdict in verdicts)
-    return (
-        f"# One exchange of ResNet-18's gradients, with Open MPI's settings and with ours\n\n{claims}\n\n"
-        "## Limits\n\n"
-        "- Links are limited by the kernel, without a switch's latency where none is added; ranks share the cores.\n"
-        "- Added latency is that of a process that carries frames of up to 64 KB; it takes a part of a core itself.\n"
-        f"{LATE if LATE_COMMIT in sources else ''}"
-        "- Packets' headers are 4.5 % on top of the bytes that the line rate is reckoned for.\n"
-        "- Nothing is computed meanwhile, so no part of the exchange is hidden.\n\n"
-        "## How it was made\n\n"
-        f"- `python -m analysis.exchange`: {REPEATS} jobs with each of the settings in turn, each the median of "
-        f"{EXCHANGES - 1} exchanges; brackets hold 95 % intervals over jobs (Student's t, ratios paired)\n"
-        f"- {machines_of(rows, unstamped=UNSTAMPED)}; source {sources}\n"
-        "- numbers: [rows.csv](rows.csv), messages: [messages.csv](messages.csv)\n"
-    )
+PAGE = Page(NAME, words)
 
 
 def work(out: Path) -> None:

@@ -16,12 +16,16 @@ from analysis import (
     baseline,
     cache_benefit,
     caching,
+    clock,
     communication,
     compression,
     cores,
     criteria,
     exact_head,
+    exchange,
     grounds,
+    growth,
+    network,
     own_scripts,
     peers,
     pixels64,
@@ -29,27 +33,37 @@ from analysis import (
     strategies,
     votes,
 )
-from analysis.sweeps.experiment import Experiment
-from analysis.sweeps.pages import Page
 from analysis.sweeps.sweep import main as main_of
 
 EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, caching, communication))
 """Those that begin with the same weights, or with none."""
-GROUPS: dict[str, tuple[Experiment | Page, ...]] = {
-    "Full fine-tuning, and the study's questions": tuple(
-        module.EXPERIMENT for module in (baseline, static_sweep, adaptive, pixels64)
+EVERY = (
+    *EXPERIMENTS,
+    *peers.EXPERIMENTS.values(),
+    *(
+        module.EXPERIMENT
+        for module in (
+            pixels64,
+            grounds,
+            exact_head,
+            criteria,
+            own_scripts,
+            cache_benefit,
+            cores,
+            compression,
+            strategies,
+        )
     ),
-    "`--freeze auto` and solved heads": (
-        *peers.EXPERIMENTS.values(),
-        *(module.EXPERIMENT for module in (grounds, exact_head)),
-    ),
-    "Votes and criteria": (votes.PAGE, criteria.EXPERIMENT, own_scripts.EXPERIMENT),
-    "The cache": (caching.EXPERIMENT, cache_benefit.EXPERIMENT),
-    "Cores and networks": tuple(module.EXPERIMENT for module in (cores, communication, compression)),
-    "Strategies": (strategies.EXPERIMENT,),
+)
+"""All that are runs of the program."""
+PAGES = {
+    page.name: page
+    for page in (
+        *(experiment.page for experiment in EVERY),
+        *(module.PAGE for module in (votes, growth, clock, network, exchange)),
+    )
 }
-"""All experiments by what a reader looks for; those that are not in `EXPERIMENTS` are commands of their own."""
-EVERY = tuple(each for group in GROUPS.values() for each in group if isinstance(each, Experiment))
+"""All pages of results that are made of what is kept, by name."""
 INTERRUPTED = 130
 
 

@@ -17,24 +17,41 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import pandas as pd
 import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from analysis.parts.growth_pages import AUTO, MEASURED, Line, growth_figure, kept, readme
-from analysis.sweeps.experiment import save_figure
-from analysis.sweeps.kept import RESULTS, publish, stamp
+from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
+from analysis.sweeps.kept import RESULTS, publish, stamp, told_of
 from analysis.sweeps.launching import follow
 from analysis.sweeps.options import folder_to_write
+from analysis.sweeps.pages import Page, Words
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.inference.model import load_model
+from hvfreeze.report.figures import STYLE
+from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.wording import plural
 
-NAME = "growth"
+NAME, MEASURED = "growth", "measured.jsonl"
+"""Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
+AUTO = "--freeze auto"
+UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
+"""Machine and versions of kept lines that name none."""
+MARKERS = {1: "^", 2: "o", 4: "s"}
+"""By number of ranks."""
+KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
+Line = Mapping[str, Any]
+"""A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 CLASSES = 100
 MEMORY_BYTES = 6 * 10**9
 """Of a rank."""
@@ -97,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=folder_to_write,
-        help=f"folder for {MEASURED} and README.md [{RESULTS / NAME}; smoke: {SMOKE_RESULTS / NAME}]",
+        help=f"folder for {MEASURED}; full: also README.md [{RESULTS / NAME}; smoke: {SMOKE_RESULTS / NAME}]",
     )
     parser.add_argument("--rows", type=int, nargs="+", help="only runs of so many (all)")
     parser.add_argument("--data-dir", type=Path, help="CIFAR-10; without it no images")
@@ -116,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append({**asdict(run), **found, **stamp(), "finished": now()})
             publish(options.out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
             print(", ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
-        save_figure(growth_figure(lines), options.out / "figures" / "growth.svg")
-        publish(options.out / "README.md", readme(lines, preset=preset_of(lines)))
+        if options.preset == "full":
+            PAGE.write(options.out.parent)
     except HvfreezeError as error:
         print(f"growth: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -127,15 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def now() -> str:
     """Return the time in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def preset_of(lines: Sequence[Line]) -> str:
-    """Return the preset that has the most of these runs of made rows; runs of images go with any."""
-
-    def there(name: str) -> int:
-        return sum(is_of(line, run) for line in lines for run in PRESETS[name])
-
-    return max((DEFAULT, *PRESETS), key=there)
 
 
 def is_of(line: Line, run: Planned) -> bool:
@@ -207,6 +215,153 @@ def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path 
     flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
     words = [f"--{name}={value}" for name, value in flags.items()]
     return ["train", *words, *run.way.split(), "--quiet", f"--run-dir={folder}/run"]
+
+
+def kept(path: Path) -> list[Line]:
+    """Return the lines of runs that were made; none where there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def growth_figure(lines: Sequence[Line]) -> Figure:
+    """Return seconds and peak memory over rows: a colour for each kind and number of centres, a marker for ranks.
+
+    Of images those that `--freeze auto` has without any other flag.
+    """
+    drawn = [line for line in lines if line["kind"] == "made" or line["way"] == AUTO]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(FIGURE_WIDTH, 1.4 * FIGURE_WIDTH), layout="constrained")
+        time, memory = figure.subplots(2, 1)
+        groups = {key: list(mine) for key, mine in groupby(in_order(drawn), key=of_a_line)}
+        colours = dict(zip(dict.fromkeys((kind, centres) for kind, _, centres in groups), OTHERS))
+        for (kind, ranks, centres), mine in groups.items():
+            rows = [line["rows"] for line in mine]
+            drawing: dict[str, Any] = {"color": colours[kind, centres], "marker": MARKERS[ranks], "markersize": 4}
+            time.plot(rows, [took(line) for line in mine], **drawing)
+            memory.plot(rows, [max(line["peak_bytes"]) / 1e9 for line in mine], **drawing)
+        for axes, what in ((time, "seconds"), (memory, "peak memory of a rank (GB)")):
+            axes.set(xscale="log", yscale="log", xlabel="rows of all ranks", ylabel=what)
+            for axis in (axes.xaxis, axes.yaxis):
+                # Powers of ten would be formulas, which an SVG shows as their source.
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+                axis.set_minor_formatter(NullFormatter())
+        handles = [
+            *(
+                Line2D([], [], color=colour, label=KINDS[kind] + (f", {centres} centres" if centres else ""))
+                for (kind, centres), colour in colours.items()
+            ),
+            *(
+                Line2D([], [], color="grey", linestyle="", marker=MARKERS[ranks], label=plural(ranks, "rank"))
+                for ranks in sorted({ranks for _, ranks, _ in groups})
+            ),
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=1)
+    return figure
+
+
+def in_order(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines by kind, ranks, centres, rows and way."""
+    return sorted(lines, key=lambda line: (*of_a_line(line), line["rows"], line.get("way", "")))
+
+
+def of_a_line(line: Line) -> tuple[str, int, int]:
+    """Return what the runs on one line of the figure have in common; 0 centres where the solver chose."""
+    return line["kind"], line["ranks"], line["centres_asked"] or 0
+
+
+def took(line: Line) -> float:
+    """Return the seconds of the solver for made rows, of the whole command for images."""
+    return float(sum(line["seconds"].values()) if line["kind"] == "made" else line["command_seconds"])
+
+
+def best_full(lines: Sequence[Line], rows: int) -> Any:
+    """Return the most accurate full fine-tuning on as many images; None where there is none."""
+    full = [line for line in lines if line["rows"] == rows and not line["way"].startswith(AUTO)]
+    return max(full, key=lambda line: line["accuracy"], default=None)
+
+
+def against(line: Line, other: Line) -> str:
+    """Return the seconds of a whole command in those of another one's."""
+    return factor(line["command_seconds"] / other["command_seconds"])
+
+
+def made_table(lines: Sequence[Line]) -> str:
+    """Return a row for each run of made rows."""
+    phases = ("points", "choice", "solution")
+    columns = ("rows", "ranks", "centres", *phases, "passes", "GB a rank", "MB exchanged", "right")
+    rows = [
+        (
+            str(line["rows"]),
+            str(line["ranks"]),
+            str(line["centres"]),
+            *(seconds(line["seconds"][phase]) for phase in phases),
+            str(line["passes"]),
+            f"{max(line['peak_bytes']) / 1e9:.2f}",
+            megabytes(line["exchanged_bytes"]),
+            percent(line["accuracy"]),
+        )
+        for line in lines
+    ]
+    return Table(columns=columns, rows=tuple(rows)).to_text()
+
+
+def image_table(lines: Sequence[Line]) -> str:
+    """Return a row for each run on images: what it took, and that beside the best full fine-tuning on as many."""
+    rows = []
+    for line in lines:
+        best = best_full(lines, line["rows"])
+        beside = (
+            ("", "") if best is None else (f"{100 * (line['accuracy'] - best['accuracy']):+.1f}", against(line, best))
+        )
+        row = (str(line["rows"]), f"`{line['way']}`", percent(line["accuracy"]), seconds(line["command_seconds"]))
+        rows.append((*row, *beside, f"{max(line['peak_bytes']) / 1e9:.2f}"))
+    columns = ("images", "way", "right", "whole command", "points", "time", "GB a rank")
+    return Table(columns=columns, rows=tuple(rows), prose=frozenset({"way"})).to_text()
+
+
+def phase_table(lines: Sequence[Line]) -> str:
+    """Return where the seconds of each run on images went."""
+    phases = [
+        phase
+        for phase in dict.fromkeys(phase for line in lines for phase in line["seconds"])
+        if any(line["seconds"].get(phase, 0) > 0.05 for line in lines)
+    ]
+    rows = [
+        (
+            str(line["rows"]),
+            f"`{line['way']}`",
+            *(seconds(line["seconds"].get(phase, 0.0)) for phase in phases),
+        )
+        for line in lines
+    ]
+    return Table(columns=("images", "way", *phases), rows=tuple(rows), prose=frozenset({"way"})).to_text()
+
+
+def words(root: Path) -> Words:
+    lines = in_order(kept(root / NAME / MEASURED))
+    made, images = ([line for line in lines if line["kind"] == kind] for kind in ("made", "images"))
+    auto = [line for line in images if line["way"].startswith(AUTO) and best_full(images, line["rows"])]
+    largest = max(made, key=lambda line: line["rows"])
+    both = max((line for line in images if "accuracy_for_both" in line), key=lambda line: line["rows"])
+    most = max(line["rows"] for line in images)
+    return {
+        "largest": largest,
+        "took": took,
+        "most": most,
+        "of_most": [line for line in auto if line["rows"] == most],
+        "by_rows": sorted(auto, key=lambda line: (line["rows"], line["command_seconds"])),
+        "best_full": lambda line: best_full(images, line["rows"]),
+        "points": lambda line: f"{100 * (line['accuracy'] - best_full(images, line['rows'])['accuracy']):+.1f}",
+        "against": lambda line: against(line, best_full(images, line["rows"])),
+        "both": both,
+        "counts": [" ".join(str(n) for n in dict.fromkeys(line["rows"] for line in of)) for of in (made, images)],
+        "made_table": made_table(made),
+        "image_table": image_table(images),
+        "phase_table": phase_table(images),
+        "told": told_of(pd.DataFrame(kept(root / NAME / MEASURED)), unstamped=UNSTAMPED),
+    }
+
+
+PAGE = Page(NAME, words, lambda root: {"growth": growth_figure(kept(root / NAME / MEASURED))})
 
 
 if __name__ == "__main__":

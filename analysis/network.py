@@ -22,20 +22,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from analysis.benchmarks.contest import rotated
 from analysis.benchmarks.launching import environment
 from analysis.parts.networks import cycles
-from analysis.parts.networks.sides import BATCH_ROWS, JOBS, LOW_RANK, ROUNDS, measure
-from analysis.parts.networks.tables import ALONE, NETWORKS, WAYS, forecasts, kept, of_network, table, whole
+from analysis.parts.networks.sides import BATCH_ROWS, JOBS, ROUNDS, measure
+from analysis.parts.networks.tables import ALONE, LATER, LIMITS, NETWORKS, NOTHING_SENT, WAYS, kept, of_network, whole
 from analysis.parts.networks.turns import Turns
-from analysis.sweeps.kept import RESULTS, commit, machine, machines_of, publish, texts_of
+from analysis.sweeps.kept import RESULTS, commit, machine, publish, texts_of, told_of
 from analysis.sweeps.launching import ROOT, nodes_up, on_nodes, require_cluster
 from analysis.sweeps.options import folder_to_write
+from analysis.sweeps.pages import Page, Words
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.sweep import SMOKE_RESULTS
 from analysis.sweeps.sweep import main as main_of
-from hvfreeze.comm.cycle_time import LONG_CYCLE_MS
-from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.tables import to_csv
 
@@ -89,14 +90,12 @@ def measure_missing(out: Path, *, quick: bool) -> None:
     if missing or not (quick or cycles.complete(looks)):
         require_cluster(latency=any(", " in link for _, link in missing))
     for nodes, link in missing:
-        rows += [{key: str(value) for key, value in row.items()} for row in rows_of(nodes, link, quick)]
-        publish(out / "rows.csv", to_csv(rows))
-        publish(out / "README.md", readme(rows, texts_of(looks)))
-        print("\n".join(line(row) for row in of_network(rows, nodes, link)))
+        rows = pd.concat([rows, pd.DataFrame(rows_of(nodes, link, quick))])
+        publish(out / "rows.csv", to_csv(rows.to_dict("records")))
+        print("\n".join(line(row) for row in of_network(rows, nodes, link).to_dict("records")))
     if not quick:
-        rests = cycles.cycles(looks)
-        publish(out / "README.md", readme(rows, rests))
-        print(cycles.table(rests))
+        cycles.cycles(looks)
+        PAGE.write(out.parent, out)
 
 
 def others(arguments: Sequence[str]) -> int:
@@ -170,7 +169,7 @@ def row_of(nodes: int, link: str, way: str, rounds: Rounds, told: dict[str, Any]
     }
 
 
-def line(row: dict[str, str]) -> str:
+def line(row: dict[str, Any]) -> str:
     """Return a row for a person who waits."""
     step, pace = 1e3 * float(row["step_seconds"]), float(row["images_per_second"])
     forecast = f", forecast {1e3 * float(row['forecast_seconds']):.0f} ms" if row["forecast_seconds"] else ""
@@ -178,44 +177,49 @@ def line(row: dict[str, str]) -> str:
     return f"{network:14} {row['way']:15} {pace:6.0f} images/s, {step:6.0f} ms a step {row['compression']}{forecast}"
 
 
-def readme(rows: Sequence[dict[str, str]], rests: Sequence[dict[str, str]]) -> str:
-    """Return README.md; `rests` are the rows of `cycles`."""
-    sources = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    return (
-        "# Training on 1, 2 and 4 nodes, by network and by way of exchanging gradients\n\n"
-        "Images a second, and in brackets the part of as many times one node's alone in the same rounds (their "
-        f"median). ResNet-18 at 32 pixels, {BATCH_ROWS} images a rank and step, nothing frozen, one rank a node, one "
-        f"thread a rank. PowerSGD has rank {LOW_RANK} everywhere.\n\n{table(rows)}\n\n"
-        f"What a step was forecast to take after the first few, and took:\n\n{forecasts(rows)}\n\n{rest_told(rests)}"
-        "## Limits\n\n"
-        "- Nodes are network namespaces of one machine: links are limited by the kernel, cores and memory are shared.\n"
-        "- Links have no latency but where it is added, by a process that carries frames and takes part of a core; a\n"
-        "  message takes that time too (analysis.exchange has how long).\n"
-        "- Where nothing is sent, nodes train each for itself: what they lose against one alone they take from each\n"
-        "  other, and Horovod's own threads from them.\n"
-        "- On four nodes ranks fill all cores: Horovod rests longer there, in ours as in its own way.\n"
-        "- torch's PowerSGD hook ends the process over gloo as it stands; its sums are made one after the other here.\n"
-        "- Images are random and in memory; one job a network, its ways in turn. The machine's pace differs from job\n"
-        "  to job, so images a second compare within a row, parts between rows.\n\n"
-        "## How it was made\n\n"
-        f"- `python -m analysis.network`: medians over {ROUNDS} rounds of steps, each on its slowest rank\n"
-        f"- {machines_of([*rows, *rests], unstamped=UNSTAMPED)}; source {sources}\n"
-        "- numbers: [rows.csv](rows.csv), of Horovod's rest [cycles.csv](cycles.csv)\n"
-    )
+def words(root: Path) -> Words:
+    rows, rests = kept(root / NAME / "rows.csv"), texts_of(root / NAME / "cycles.csv")
+    by_way = rows.assign(part=rows["part"].astype(float)).set_index(["nodes", "bandwidth", "way"])
+    parts = by_way["part"]
+
+    def cell(nodes: int, link: str, way: str) -> str:
+        row = by_way.loc[nodes, link, way]
+        return f"{row['images_per_second']:.0f}" + ("" if way == ALONE else f" ({row['part']:.2f})")
+
+    def beside(nodes: int, link: str, other: str = "") -> str:
+        share = parts[nodes, link, "auto"] / (parts[nodes, link, other] if other else 1.0)
+        return f"{100 * share:.0f} %"
+
+    def faster(way: str) -> str:
+        """Return where a way was faster than ours, nothing where it was not."""
+        where = [each for each in NETWORKS if each[0] > 1 and parts[(*each, way)] > parts[(*each, "auto")]]
+        listed = ", ".join(f"{nodes} nodes at {LIMITS[link]}" for nodes, link in where)
+        return f"{way} on {listed}" if listed else ""
+
+    forecast = rows[rows["forecast_seconds"] != ""]
+    return {
+        "networks": NETWORKS,
+        "ways": WAYS,
+        "limits": LIMITS,
+        "later": LATER,
+        "nothing_sent": NOTHING_SENT,
+        "cell": cell,
+        "beside": beside,
+        "unlimited_share": lambda link: f"{100 * parts[4, link, 'auto'] / parts[4, '', 'auto']:.0f} %",
+        "faster": faster,
+        "forecasts": [
+            {**row, "said": 1e3 * float(row["forecast_seconds"]), "took": 1e3 * row["step_seconds"]}
+            for row in forecast.to_dict("records")
+        ],
+        "cycles": cycles,
+        "rest": lambda *of: cycles.cell(rests, *of),
+        "rest_source": ", ".join(rests["commit"].unique()),
+        "told": told_of(pd.concat([rows, rests]), unstamped=UNSTAMPED),
+        "source": ", ".join(rows["commit"].unique()),
+    }
 
 
-def rest_told(rests: Sequence[dict[str, str]]) -> str:
-    """Return what Horovod's rest between two looks for work comes to, nothing where it was not measured."""
-    if not rests:
-        return ""
-    sources = ", ".join(dict.fromkeys(row["commit"] for row in rests))
-    return (
-        "## Horovod's rest where cores are full\n\n"
-        f"In every cycle all ranks wait for each other. Milliseconds of a step at {cycles.LINK}, median, least and\n"
-        f"most of {cycles.JOBS} jobs in turn (source {sources}); a run takes {LONG_CYCLE_MS} ms by itself where\n"
-        f"computing threads fill the cores of several nodes, unless `{CYCLE_TIME}` is set:\n\n{cycles.table(rests)}\n\n"
-    )
-
+PAGE = Page(NAME, words)
 
 if __name__ == "__main__":
     sys.exit(main())

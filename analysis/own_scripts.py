@@ -10,15 +10,17 @@ differ in their optimizer's line, which is Horovod's or ours. No data need to be
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import FULL, METHOD_COLOURS, Line, line_chart
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, is_below, of_seeds, shown
+from analysis.sweeps.results import Metric, Results
+from analysis.sweeps.statistics import Interval, of_seeds
 from analysis.sweeps.sweep import main
-from hvfreeze.report.tables import Table
 
 PROGRAM = "analysis.parts.own_script"
 SEEDS = (0, 1, 2, 3, 4)
@@ -42,8 +44,6 @@ TASKS: dict[str, tuple[str, dict[str, Value]]] = {
 DRAWN = "digits-48"
 """The task whose course the figure shows."""
 SHOWN_EACH = 6
-MOST_BEHIND = 0.005
-"""Of accuracy, that is level all the same."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
@@ -69,75 +69,45 @@ def runs(preset: Preset) -> list[PlannedRun]:
     ]
 
 
-def made(results: Results) -> Iterator[str]:
-    """Yield the tasks with rows that can be held against each other."""
-    return (name for name in TASKS if results.of(f"{name}-{PLAIN}") and results.of(f"{name}-{OURS}"))
+def task_of(label: str) -> tuple[str, str]:
+    """Return the task and the way of a label."""
+    name = next(name for name in TASKS if label.startswith(f"{name}-"))
+    return name, label.removeprefix(f"{name}-")
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return for each task how our optimizer's default stands to Horovod's."""
-    found = []
-    for name in made(results):
-        ours, plain, published = (f"{name}-{way}" for way in (OURS, PLAIN, PUBLISHED))
-        change, cut = results.change(ours, plain), results.cut(ours)
-        details = [f"It ends at {results.accuracy_text(ours)}, with {shown(cut, blocks)} frozen."]
-        if results.of(published):
-            details.append(f"With gradient-norm: {results.change_text(published, plain)}.")
-        found.append(
-            Answer(
-                f"Does the vote harm a script of one's own: {TASKS[name][0]}?",
-                f"{results.change_text(ours, plain, count=True)} against {WORDS[PLAIN]}.",
-                change.n,
-                negative=is_below(change, -MOST_BEHIND),
-                details=tuple(details),
-            )
-        )
-    return found
+def against_horovod(results: Results, label: str, _: str) -> str:
+    """Return a cell of the table."""
+    name, way = task_of(label)
+    return "" if way == PLAIN else results.change(label, f"{name}-{PLAIN}")
 
 
-def blocks(count: float) -> str:
-    """Return a mean number of blocks in words."""
-    return f"{count:.1f} blocks"
+def words(results: Results) -> Words:
+    made = [f"{name}-{way}" for name in TASKS for way in WORDS if way != PUBLISHED or name == DRAWN]
+    return {
+        "tasks": {name: told for name, (told, _) in TASKS.items()},
+        "made_as": {label: TASKS[task_of(label)[0]][0] for label in made},
+        "columns": [
+            Metric("Optimizer", lambda r, label, _: WORDS[task_of(label)[1]]),
+            "accuracy+n",
+            Metric("Against Horovod's", against_horovod),
+            "cut",
+        ],
+        "frozen": lambda label: results.cut(label).replace(" ", " blocks ", 1),
+    }
 
 
-def tables(results: Results) -> list[Table]:
-    """Return accuracies and last cuts."""
-    rows = [
-        (
-            TASKS[name][0],
-            WORDS[way],
-            results.accuracy_text(label, count=True),
-            "" if way == PLAIN else results.change_text(label, f"{name}-{PLAIN}"),
-            shown(results.cut(label), lambda count: f"{count:.1f}"),
-        )
-        for name in made(results)
-        for way in WORDS
-        if results.of(label := f"{name}-{way}")
-    ]
-    columns = ("Script", "Optimizer", "Test accuracy", "Against Horovod's", "Blocks frozen at the end")
-    return [Table(columns=columns, rows=tuple(rows), prose=frozenset({"Script", "Optimizer"}))]
-
-
-def drawings(results: Results) -> list[Drawing]:
+def drawings(results: Results) -> Mapping[str, Figure]:
     """Return accuracy by epoch in the longest training of digits."""
-    known = [way for way in WORDS if results.of(f"{DRAWN}-{way}")]
-    if not known:
-        return []
     lines = [
-        Line(
-            label=WORDS[way].strip("`"),
-            colour=METHOD_COLOURS[FULL if way == PLAIN else way],
-            points=course(results, way),
-        )
-        for way in known
+        Line(label=told.strip("`"), colour=METHOD_COLOURS[FULL if way == PLAIN else way], points=course(results, way))
+        for way, told in WORDS.items()
     ]
-    caption = f"Test accuracy by epoch, {TASKS[DRAWN][0]}; {results.spread([f'{DRAWN}-{way}' for way in known])}."
-    return [Drawing("course", caption, line_chart(lines, x="epochs", y="test accuracy (%)", scale=100))]
+    return {"course": line_chart(lines, x="epochs", y="test accuracy (%)", scale=100)}
 
 
 def course(results: Results, way: str) -> dict[int, Interval]:
     """Return the accuracy after every `SHOWN_EACH` epochs, over seeds."""
-    found = [results.runs[str(row["run"])].metrics for row in results.of(f"{DRAWN}-{way}")]
+    found = [run.metrics for run in results.runs_of(f"{DRAWN}-{way}")]
     last = len(found[0])
     return {
         epochs: of_seeds({seed: lines[epochs - 1]["test_accuracy"] for seed, lines in enumerate(found)})
@@ -146,24 +116,7 @@ def course(results: Results, way: str) -> dict[int, Interval]:
     }
 
 
-LIMITS = (
-    "Small networks and small data, 2 ranks, batches of 32 a rank; seconds are not compared.",
-    "One constant learning rate each, which was not searched for: SGD at 0.02 with momentum 0.5, and AdamW at 0.001.",
-    "Steps an epoch and epochs are given to our optimizer, so that it votes twice an epoch from the end of the first.",
-    "Horovod's `hvd.broadcast_optimizer_state` makes a step with gradients of 0, ours none; AdamW's decay shows it.",
-    "Pieces of code are of the installed Python's library: other versions have others.",
-)
-EXPERIMENT = Experiment(
-    "own_scripts",
-    "The vote in scripts of one's own, from scratch",
-    runs,
-    answers,
-    tables,
-    drawings,
-    LIMITS,
-    own_seeds=True,
-    one_factor=False,
-)
+EXPERIMENT = Experiment(name="own_scripts", runs=runs, words=words, drawings=drawings, own_seeds=True, one_factor=False)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -18,16 +18,27 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from analysis.parts.peers import Cell, answers_of, best_rates, drawings_of, tables_of
+from analysis.parts.peers import (
+    COLUMNS,
+    Cell,
+    ahead,
+    best_full,
+    best_rates,
+    by_samples,
+    cell_of,
+    drawings_of,
+    in_words,
+    shortest,
+)
 from analysis.sweeps.experiment import Experiment
-from analysis.sweeps.kept import read_rows
+from analysis.sweeps.kept import KeptRuns
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import main
 
 LEARNING_RATES = (0.02, 0.05, 0.1)
 HELD_OUT = 0.2
-TITLE = "Accuracy against time: every way of fine-tuning"
 BUDGETS = {1_000: (2, 4, 8, 16), 5_000: (1, 2, 4, 8), 20_000: (1, 2, 4, 8)}
 """Training samples -> epochs."""
 KNOWN = 5_000
@@ -115,7 +126,6 @@ class Ground:
     samples, which all are held against. Empty tries all for everyone."""
     like: Mapping[int, int] = field(default_factory=dict)
     """Epochs -> those whose learning rates they take, where they would take another experiment's."""
-    limits: tuple[str, ...] = ()
 
     def chooses(self, cell: Cell, peer: Peer) -> bool:
         """Return whether learning rates are tried for a cell."""
@@ -140,7 +150,7 @@ class Ground:
 
     def rates(self, results: Results) -> dict[Cell, float]:
         """Return the learning rate of every cell that one is known for."""
-        kept = best_rates(read_rows(results.directory.parent / self.rates_of)) if self.rates_of else {}
+        kept = best_rates(KeptRuns(results.directory.parent / self.rates_of).rows()) if self.rates_of else {}
         known = {cell: lr for cell, lr in kept.items() if cell.samples == KNOWN}
         nearest = {replace(cell, samples=count): lr for cell, lr in known.items() for count in self.counts}
         nearest |= {c: nearest[replace(c, epochs=self.like[c.epochs])] for c in nearest if c.epochs in self.like}
@@ -192,88 +202,43 @@ def seeds_of(cell: Cell) -> int:
     return (HEADLINE_SEEDS if shown else SEEDS)[cell.samples]
 
 
+def words(results: Results) -> Words:
+    return {
+        "by_samples": by_samples(results),
+        "columns": COLUMNS,
+        "tested_seeds": results.seeds([label for _, own in by_samples(results) for label in own.labels]),
+        "shown_labels": lambda own: {label: own.shown_as(label) for label in own.labels},
+        **{each.__name__: each for each in (cell_of, in_words, best_full, shortest, ahead)},
+    }
+
+
 def experiment_on(name: str, ground: Ground) -> Experiment:
     """Return the experiment `analysis.<name>`."""
     return Experiment(
         name=name,
-        title=TITLE + (f", images {ground.larger} times as large" if ground.larger > 1 else ""),
         runs=lambda preset: runs(preset, ground),
         then=lambda preset, results: then(preset, results, ground),
         chooses_lr=True,
         own_seeds=True,
-        answers=answers_of,
-        tables=tables_of,
+        words=words,
         drawings=drawings_of,
-        limits=ground.limits,
     )
 
 
-OWN_RATES = (
-    "Learning rates were chosen on one seed, among three, for each way, number of samples and budget.",
-    "Smoothed labels, the cached last stage, votes and the rival library take the rates of those that they vary.",
-)
-TAKEN_RATES = (
-    "Learning rates are those chosen at 32 pixels, of 5000 samples where there were not as many.",
-    "For the longest budget of full fine-tuning on at most 5000 three were tried on one seed; none was a point better.",
-)
-BY_STEPS = (
-    "Training time is that of a run's steps, timed in turns on an idle machine; of solving the clock's.",
-    (
-        "A step's time is the median of a few rounds; intervals of times and speed-ups join the bootstrap interval "
-        "over rounds to that over seeds, those of accuracy in equal time do not."
-    ),
-    "An epoch that fills a cache counts as one without, though it takes 3 to 5 % longer.",
-    "CIFAR-10 and one network that was trained on CIFAR-100: related images, a related task.",
-    "That auto's head compares rows, and in how many directions, was decided on seed 0 of these test images.",
-)
-"""Where `analysis.step_costs` has timed the network's steps."""
-USUAL = (
-    "Set-up and evaluation are left out. Whoever counts them gains less: analysis.clock does.",
-    "Ranks share one machine and its memory: no network is involved.",
-)
-MORE_MAY_HELP = (
-    "Full fine-tuning gains with every epoch here, and the highest rate served long budgets best: more may help."
-)
 STRONGEST = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
 GROUNDS = {
-    "peers": Ground(limits=(*OWN_RATES, *BY_STEPS, *USUAL)),
-    "peers_more": Ground(
-        counts=(20_000,),
-        peers=STRONGEST,
-        rates_of="peers",
-        like={16: 8},
-        limits=(
-            *TAKEN_RATES,
-            "16 epochs have the rate of 8: the lower one that 5 000 samples chose for them was no better there.",
-            "Of the ways that are planned full fine-tuning and auto were made, 16 epochs with one seed.",
-            *BY_STEPS,
-            *USUAL,
-        ),
-    ),
+    "peers": Ground(),
+    "peers_more": Ground(counts=(20_000,), peers=STRONGEST, rates_of="peers", like={16: 8}),
     "peers64": Ground(
         larger=2,
         peers=(*STRONGEST, "head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer"),
         rates_of="peers",
-        limits=(
-            *TAKEN_RATES,
-            "Of the other ways the cached last stage, the head, and the head tuned before all were made, on one seed.",
-            *BY_STEPS,
-            *USUAL,
-        ),
     ),
     "peers_mobilenet": Ground(
         flags={"model": "mobilenet_v3_small", "data": "imagefolder", "data_dir": "OTHER", "reset_head": True},
         counts=(5_000,),
         peers=("full", "auto", "auto-one-view"),
-        limits=(
-            OWN_RATES[0],
-            MORE_MAY_HELP,
-            "The network has learnt from 25 000 images of five other classes only: what it has to give is little.",
-            "Training time is the clock's, of runs one after another on an idle machine.",
-            "CIFAR-10 on both sides: related images, a related task.",
-            *USUAL,
-        ),
     ),
 }
 EXPERIMENTS = {name: experiment_on(name, ground) for name, ground in GROUNDS.items()}

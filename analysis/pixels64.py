@@ -11,17 +11,14 @@ views of each sample and the cache, and a prefix that is frozen from the start a
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
-from analysis.baseline import HELD_OUT, learning_rates
-from analysis.sweeps.charts import in_time
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.baseline import HELD_OUT
+from analysis.sweeps.charts import accuracy_time_chart
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.results import COMPARED, FINAL_CUT, SAME_TIME, Results, best_lr
-from analysis.sweeps.statistics import is_below
+from analysis.sweeps.results import Metric, Results, best_lr
 from analysis.sweeps.sweep import main
-from hvfreeze.report.comparison import group_by_seed
-from hvfreeze.report.tables import Table, phase_table
 
 LARGER = 2
 LEARNING_RATES = (0.01, 0.02, 0.05, 0.1)
@@ -65,75 +62,19 @@ def then(preset: Preset, results: Results) -> list[PlannedRun]:
     return preset.runs(variants, {**common, "lr": best_lr(results.rows) or preset.lr})
 
 
-def frozen_labels(results: Results) -> list[str]:
-    """Return the labels of frozen runs that have rows."""
-    return [label for label in (*VOTED, *STATIC) if results.of(label)]
+def words(results: Results) -> Words:
+    frozen = [*VOTED, *STATIC]
+    lead = Metric("Full, trained as long", lambda r, label, _: r.lead(label) if label in frozen else "")
+    tested = {label: results.shown_as(label) for label in results.labels if not label.startswith("lr")}
+    return {"frozen": frozen, "tested": tested, "lead_of_frozen": lead}
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return what our default criterion gives, which was chosen beforehand, then all others."""
-    labels = frozen_labels(results)
-    if not labels or not results.of(FULL):
-        return []
-    first = results.of(FULL)[0]
-    gain, ahead = results.gain(labels[0]), results.over_front(labels[0])
-    text = (
-        f"At {first['image_size']} pixels, by {results.shown_as(labels[0])}, training is "
-        f"{results.gain_text(labels[0], count=True)} as fast, and in accuracy {results.lead_shown(labels[0])} full "
-        "fine-tuning trained for as many seconds."
-    )
-    details = (
-        (
-            f"Full fine-tuning reaches {results.accuracy_text(FULL, count=True)} after {first['epochs']} epochs in "
-            f"{results.time_text(FULL)}."
-        ),
-        *(
-            f"{results.shown_as(label)}: speed-up {results.gain_text(label)}, change of accuracy "
-            f"{results.change_text(label)}; against full fine-tuning trained for as many seconds "
-            f"{results.lead_text(label)}."
-            for label in labels
-        ),
-    )
-    question = "Does it pay more with larger images and stronger weights?"
-    negative = is_below(gain, 1) or is_below(ahead, 0)
-    return [Answer(question, text, gain.n, negative=negative, details=details)]
-
-
-def tables(results: Results) -> list[Table]:
-    """Return the front and what stands against it, the choice of the learning rate, and seconds by phase."""
-    rows = []
-    for label in (label for label in results.labels if not label.startswith("lr")):
-        ahead = results.lead_text(label) if label in frozen_labels(results) else ""
-        rows.append((results.shown_as(label), *results.compared(label, FULL), ahead, results.cut_text(label)))
-    tested = Table(columns=("Run", *COMPARED, SAME_TIME, FINAL_CUT), rows=tuple(rows))
-    phases = phase_table(group_by_seed(results.runs_of(FULL, *frozen_labels(results))))
-    return [tested, learning_rates(results), replace(phases, title="Seconds by phase")]
-
-
-def drawings(results: Results) -> list[Drawing]:
-    """Return accuracy against time."""
-    labels = [FULL, *frozen_labels(results)]
-    if len(labels) == 1 or not results.of(FULL):
-        return []
-    return [in_time(results, labels)]
-
-
-LIMITS = (
-    "Of the defaults below, image size, epochs and learning rate differ in all runs: twice, half, and chosen here.",
-    "The learning rate was chosen for full fine-tuning, on one seed, and is the largest that was tried.",
-    "The prefixes to freeze from the start were those of the caching experiment; no cut was searched for.",
-    "The cache was allowed to the geometric criterion too and stored nothing: what differs there is the two views.",
-    "CIFAR's images have 32 pixels and are enlarged: the work is that of larger images, the detail is not.",
-)
 EXPERIMENT = Experiment(
-    "pixels64",
-    "Larger images and stronger weights",
-    runs,
-    answers,
-    tables,
-    drawings,
-    LIMITS,
+    name="pixels64",
+    runs=runs,
     then=then,
+    words=words,
+    drawings=lambda results: {"accuracy-time": accuracy_time_chart(results, [FULL, *VOTED, *STATIC])},
     chooses_lr=True,
     reference=FULL,
 )

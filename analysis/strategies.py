@@ -14,24 +14,33 @@ gradients and the learning rate, and the time of a step. A perceptron in pieces:
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
 
 from analysis.parts.strategies import critic_runs, grid_runs, redealing_runs, ring_runs, subnet_runs, trunk_runs
 from analysis.sweeps.charts import bar_chart
-from analysis.sweeps.experiment import Answer, Drawing, Experiment
+from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset
 from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import main
-from hvfreeze.report.tables import Table
 
-PARTS = (trunk_runs, critic_runs, ring_runs, subnet_runs, grid_runs, redealing_runs)
-
+PARTS = {
+    "trunk": trunk_runs,
+    "critics": critic_runs,
+    "ring": ring_runs,
+    "subnets": subnet_runs,
+    "grid": grid_runs,
+    "redealing": redealing_runs,
+}
 TIMED = ("trunk", "grid", "frozen", "cached")
 """What labels begin with whose training times were measured on an idle machine."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return the runs on this machine."""
-    return [each for part in PARTS for each in part.planned(preset)]
+    return [each for part in PARTS.values() for each in part.planned(preset)]
 
 
 def then(preset: Preset, results: Results) -> list[PlannedRun]:
@@ -39,48 +48,25 @@ def then(preset: Preset, results: Results) -> list[PlannedRun]:
     return grid_runs.planned_on_nodes(preset)
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return what the strategies cost and give."""
-    return [each for part in PARTS for each in part.answers(results)]
+def timed(results: Results) -> list[str]:
+    return [label for label in results.labels if label.startswith(TIMED)]
 
 
-def tables(results: Results) -> list[Table]:
-    """Return the strategies' tables."""
-    return [each for part in PARTS for each in part.tables(results)]
+def words(results: Results) -> Words:
+    return {**{name: part.words(results) for name, part in PARTS.items()}, "timed": timed(results)}
 
 
-def drawings(results: Results) -> list[Drawing]:
-    """Return every run's training time."""
-    found = [*ring_runs.drawings(results), *subnet_runs.drawings(results)]
-    labels = [label for label in results.labels if label.startswith(TIMED)]
-    if labels:
-        bars = {label: results.mean(label, "train_seconds") for label in labels}
-        caption = f"Training time, mean and 95 % interval where there are several seeds, {results.count(labels)}."
-        found.insert(0, Drawing(name="training-time", caption=caption, figure=bar_chart(bars, x="seconds")))
-    return found
+def drawings(results: Results) -> Mapping[str, Figure]:
+    """Return training times, the ring's losses, and a perceptron's accuracy by bytes."""
+    bars = {label: results.mean(label, "train_seconds") for label in timed(results)}
+    return {
+        "training-time": bar_chart(bars, x="seconds"),
+        "ring-loss": ring_runs.chart(results),
+        "perceptron-bytes": subnet_runs.chart(results),
+    }
 
 
-EXPERIMENT = Experiment(
-    name="strategies",
-    title="Strategies: shared trunk, grid, local critics, stale ring, subnets and local SGD",
-    runs=runs,
-    then=then,
-    answers=answers,
-    tables=tables,
-    drawings=drawings,
-    shown=12,
-    limits=(
-        "Ranks share one machine; those that outnumber its cores take turns, and say nothing of speed.",
-        "Networks are small and runs short: times are of tens of steps.",
-        "Critics, and the ring's losses, ran while other programs computed on the machine: their times say little.",
-        "Critics: scikit-learn's digits at 16 pixels, on which all are accurate; 15 epochs.",
-        "The ring: steps of 8 windows of 32 characters; the text is Python's standard library.",
-        "The perceptron's learning rate was the best of 0.01, 0.03 and 0.1 for replicas, on the test set of one seed.",
-        "A perceptron's seconds at a bandwidth are a model: the bytes that a rank sends over the bandwidth, no more.",
-        "A head's forward pass has no clock of its own; the prediction takes it for half of its backward pass.",
-        "Peak memory is the process's from the first step on, mostly PyTorch's; at the end rank 0 joins the models.",
-    ),
-)
+EXPERIMENT = Experiment(name="strategies", runs=runs, then=then, words=words, drawings=drawings)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

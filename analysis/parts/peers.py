@@ -21,14 +21,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from analysis.sweeps.charts import FULL, Way, ways_chart
-from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.kept import Row
-from analysis.sweeps.results import BY_STEPS, Results, with_front
-from analysis.sweeps.statistics import Interval, is_below, joined
-from hvfreeze.report.tables import Table, megabytes
+from analysis.sweeps.results import BY_STEPS, Metric, Results, with_front
+from analysis.sweeps.statistics import Interval, joined
+from hvfreeze.report.tables import megabytes
 
 PROBE_EPOCHS, PROBE_VIEWS = 10, 2
 """Of linear probing; all epochs but the first two read the cache, and cost next to nothing."""
@@ -150,16 +150,16 @@ class Timed(Results):
         """Return the mean of a column with its interval."""
         return self._joined(super().mean(label, column), column, lambda: self._drawn(label).mean(axis=0))
 
-    def gain(self, label: str, reference: str = "", column: str = "train_seconds") -> Interval:
+    def ratio(self, label: str, against: str = "", column: str = "train_seconds") -> Interval:
         """Return the reference's time over this label's, paired by seed and by draw."""
-        reference = reference or self.reference
+        reference = against or self.reference
 
         def ratios() -> NDArray[np.float64]:
             both = [seed for seed in self.values(reference, column) if seed in self.values(label, column)]
             logs = np.log(self._drawn(reference, both)) - np.log(self._drawn(label, both))
             return np.asarray(np.exp(logs.mean(axis=0)))
 
-        return self._joined(super().gain(label, reference, column), column, ratios, as_ratio=True)
+        return self._joined(super().ratio(label, reference, column), column, ratios, as_ratio=True)
 
     def _joined(
         self, interval: Interval, column: str, drawn: Callable[[], NDArray[np.float64]], *, as_ratio: bool = False
@@ -297,76 +297,33 @@ def shortest(results: Results, *, full: bool) -> str | None:
     return min(there, key=lambda label: results.mean(label, "train_seconds").mean, default=None)
 
 
-def answers_of(results: Results) -> list[Answer]:
-    """Return for each number of samples how soon the best of full fine-tuning is reached, and by whom."""
-    found = []
-    for samples, own in by_samples(results):
-        best, plain, other = best_full(own), shortest(own, full=True) or best_full(own), shortest(own, full=False)
-        text = "No other way comes within half a point of full fine-tuning's best."
-        if other is not None:
-            text = (
-                f"{in_words(other)} comes within half a point of full fine-tuning's best "
-                f"{own.gain_text(other, plain, count=True)} as fast."
-            )
-        ahead = [
-            f"{in_words(label)} {own.lead_text(label)}"
-            for label in own.labels
-            if cell_of(label).peer != "full" and own.over_front(label).low > 0
-        ]
-        details = (
-            (
-                f"Full fine-tuning reaches {own.accuracy_text(best, count=True)} after {cell_of(best).epochs} epochs, "
-                f"and comes within half a point of it after {own.time_text(plain)} ({cell_of(plain).epochs} epochs)."
-            ),
-            f"Ahead of full fine-tuning trained for as many seconds: {'; '.join(ahead) or 'none for sure'}.",
-        )
-        model, size = own.rows[0].get("model", TIMED), own.rows[0].get("image_size")
-        question = f"Which way is the soonest as good as full fine-tuning, with {samples} samples"
-        question += f" at {size} pixels" if size else ""
-        question += "?" if model == TIMED else f" and {model}?"
-        negative = other is None or is_below(own.gain(other, plain), 1)
-        found.append(Answer(question, text, len(own.of(best)), negative=negative, details=details))
-    return found
+def ahead(results: Results) -> list[str]:
+    """Return the ways that are surely ahead of full fine-tuning trained for as many seconds, with their lead."""
+    others = (label for label in results.labels if cell_of(label).peer != "full")
+    return [f"{in_words(label)} {results.lead(label)}" for label in others if results.over_front(label).low > 0]
 
 
-def tables_of(results: Results) -> list[Table]:
-    """Return for each number of samples every way and budget: time, accuracy, lead over the front, bytes."""
-    columns = ("Way", "Learning rate", "Training time", "Test accuracy", "Full, trained as long", "Gradients", "Stored")
-    found = []
-    for samples, own in by_samples(results):
-        rows = tuple(
-            (
-                own.shown_as(label),
-                f"{own.of(label)[0]['lr']:g}",
-                own.time_text(label),
-                own.accuracy_text(label, count=True),
-                "" if cell_of(label).peer == "full" else own.lead_text(label),
-                megabytes(own.mean(label, "allreduce_bytes").mean),
-                megabytes(own.mean(label, "cache_bytes").mean) if own.mean(label, "cache_bytes").n else "",
-            )
-            for label in own.labels
-        )
-        found.append(Table(title=f"{samples} samples", columns=columns, rows=rows))
-    return found
+COLUMNS = (
+    Metric("Learning rate", lambda r, label, _: f"{r.of(label)[0]['lr']:g}"),
+    "time",
+    "accuracy+n",
+    Metric("Full, trained as long", lambda r, label, _: "" if cell_of(label).peer == "full" else r.lead(label)),
+    Metric("Gradients", lambda r, label, _: megabytes(r.mean(label, "allreduce_bytes").mean)),
+    Metric("Stored", lambda r, label, _: megabytes(stored.mean) if (stored := r.mean(label, "cache_bytes")).n else ""),
+)
+"""Of a page's tables."""
 
 
-def drawings_of(results: Results) -> list[Drawing]:
+def drawings_of(results: Results) -> dict[str, Figure]:
     """Return accuracy against time, a panel for each number of samples."""
-    found = by_samples(results)
-    if not found:
-        return []
-    caption = (
-        f"Accuracy against training time, a line from a way's smallest budget of epochs to its largest; mean and 95 % "
-        f"interval, {results.count([label for _, own in found for label in own.labels])}."
-    )
-    panels = {f"{samples} training samples": ways_of(own) for samples, own in found}
+    panels = {f"{samples} training samples": ways_of(own) for samples, own in by_samples(results)}
     every = {way.label for ways in panels.values() for way in ways}
-    drawn = []
+    drawn = {}
     for name, peers in FIGURES.items():
         wanted = every if len(every) <= MOST_WAYS else every & {method_of_peer(peer) for peer in peers}
         chosen = {title: [way for way in ways if way.label in wanted] for title, ways in panels.items()}
         ours = [method_of_peer(peer) for peer in SOLVED if method_of_peer(peer) in wanted]
-        drawn.append(Drawing(name, caption, ways_chart(chosen, reference=FULL, ours=ours)))
+        drawn[name] = ways_chart(chosen, reference=FULL, ours=ours)
         if wanted == every:
             break
     return drawn

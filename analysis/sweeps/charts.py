@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from analysis.sweeps.experiment import Drawing
 from analysis.sweeps.kept import Row
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval
@@ -48,9 +47,6 @@ METHOD_COLOURS = {
 """A method's colour in every figure."""
 OTHERS = ("#5B7083", "#B07AA1", "#8CA252", "#9C755F", "#76B7B2", "#BAB0AC")
 """Colours of series that are no methods."""
-IN_TIME = (
-    "Accuracy against training time; line: full fine-tuning for other numbers of epochs, at the pace of these runs"
-)
 MARKERS = "osD^vP*X"
 LEGEND_COLUMNS = 2
 LONGEST_NAME = 24
@@ -147,12 +143,6 @@ def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_
         axes.set(xlabel=x, ylim=(len(bars) - 0.4, -0.6))
         axes.grid(visible=False, axis="y")
         return figure
-
-
-def in_time(results: Results, labels: Sequence[str], *, counted: Sequence[str] = (), more: str = "") -> Drawing:
-    """Return accuracy against time; the caption counts the seeds of `counted`, of all labels where none is named."""
-    caption = f"{IN_TIME}; {results.spread(counted or labels)}.{more}"
-    return Drawing("accuracy-time", caption, accuracy_time_chart(results, labels))
 
 
 def accuracy_time_chart(results: Results, labels: Sequence[str]) -> Figure:

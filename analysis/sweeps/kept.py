@@ -1,18 +1,17 @@
-"""Kept runs and their rows.
+"""Kept runs, and the rows that are made of them.
 
 RESULTS/<experiment>/runs.jsonl     a line a run: plan, source, environment, configuration, summary, epochs, votes
-RESULTS/<experiment>/rows.csv       a row a run, made from these: seconds, bytes, accuracies 0-1
 RESULTS/environments.json           machines and versions by their digests
 RESULTS/presets.json                each experiment's defaults, around which one factor at a time is changed
 
-Training time is one thing in all experiments: seconds of rank 0 without set-up, evaluation and checkpoints. How often a
-run is saved is a matter of taste, and not every rival can save itself.
+A row has plain numbers: seconds, bytes, accuracies 0-1. Training time is one thing in all experiments: seconds of rank
+0 without set-up, evaluation and checkpoints. How often a run is saved is a matter of taste, and not every rival can
+save itself. This is the one place that reads what runs of earlier sources have left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import fcntl
@@ -25,18 +24,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.errors import RefusedError
-from hvfreeze.report.tables import to_csv
 from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-RUNS, ROWS, ENVIRONMENTS, PRESETS = "runs.jsonl", "rows.csv", "environments.json", "presets.json"
+RUNS, ENVIRONMENTS, PRESETS = "runs.jsonl", "environments.json", "presets.json"
 UNCOUNTED = "checkpoint"
 """The phase of a run that is no part of its training time here."""
 COUNTED = tuple(phase for phase in TRAINING_PHASES if phase != UNCOUNTED)
@@ -44,8 +43,6 @@ IDENTITY = tuple(field.name for field in dataclasses.fields(PlannedRun))
 VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 DIGEST = 16
 """Digits of a digest that a row holds: enough to tell trainings apart."""
-HASHES = ("commit", "parameter_digest")
-"""Columns whose text may look like a number: 9e59029 is no infinity, and 0012345 keeps its zeros."""
 UNVOTED = ("none", "static")
 """Ways of freezing in which nobody votes."""
 SETTINGS = (
@@ -83,16 +80,16 @@ class KeptRuns:
             )
         return True
 
-    def of_other_seeds(self, planned: Sequence[PlannedRun]) -> list[str]:
-        """Return the names of kept runs that differ from a planned one in the seed only, in the order of their seeds.
+    def check_seeds(self, planned: Sequence[PlannedRun]) -> None:
+        """Refuse to add runs beside kept ones of their label that differ from them in more than the seed.
 
         Raises:
-            RefusedError: a kept run has a planned run's label and is another; see `holds`.
+            RefusedError: they do; see `holds`.
         """
-        names, like = {run.name for run in planned}, {run.label: run for run in planned}
-        others = [line for name, line in self.lines.items() if name not in names and line["label"] in like]
-        found = [dataclasses.replace(like[line["label"]], seed=line["seed"]) for line in others]
-        return [run.name for run in sorted(found, key=lambda run: run.seed) if self.holds(run)]
+        like = {run.label: run for run in planned}
+        for line in self.lines.values():
+            if line["label"] in like:
+                self.holds(dataclasses.replace(like[line["label"]], seed=line["seed"]))
 
     def keep(self, run_dir: Path, planned: PlannedRun, *, source: str, whole_seconds: float | None = None) -> None:
         """Add the finished run of a run directory, without this machine's paths.
@@ -177,9 +174,9 @@ class KeptRuns:
         check_values(run)
         return run
 
-    def rows(self, names: Sequence[str]) -> list[Row]:
-        """Return the rows of those of these runs that are kept."""
-        return [row_of(self.lines[name], self.run(name)) for name in names if name in self.lines]
+    def rows(self) -> list[Row]:
+        """Return a row for each run."""
+        return [row_of(line, self.run(name)) for name, line in self.lines.items()]
 
 
 def read_lines(path: Path) -> dict[str, Line]:
@@ -259,7 +256,8 @@ def row_of(line: Line, run: Run) -> Row:
     cached = ("exact", "bytes", "rows_written", "rows_read", "seconds_saved_predicted", "seconds_saved")
     return {
         "run": run.name,
-        **{key: line[key] for key in ("label", "seed", "program", "ranks", "nodes", "bandwidth")},
+        **{key: line[key] for key in ("label", "seed", "program", "ranks", "nodes")},
+        "bandwidth": line["bandwidth"] or None,
         **{name: settings.get(name) for name in SETTINGS},
         "test_accuracy": run.test_accuracy,
         "best_test_accuracy": run.best_accuracy,
@@ -331,41 +329,6 @@ def publish(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def write_rows(directory: Path, rows: Sequence[Row]) -> None:
-    """Replace the CSV file."""
-    publish(directory / ROWS, to_csv(rows) if rows else "")
-
-
-def read_rows(directory: Path) -> list[Row]:
-    """Return the rows of a CSV file, none where it is absent: numbers as numbers, empty cells as None."""
-    return [
-        {key: (text or None) if key in HASHES else cell(text) for key, text in row.items()}
-        for row in texts_of(directory / ROWS)
-    ]
-
-
-def texts_of(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file as they stand there, none where it is absent."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def cell(text: str) -> Any:
-    """Return a CSV cell's value."""
-    if text in ("", "None"):
-        return None
-    if text in ("True", "False"):
-        return text == "True"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def commit() -> str:
     """Return the commit of the source, with "-dirty" where files differ from it; empty where that is not known."""
     try:
@@ -389,9 +352,15 @@ def stamp() -> dict[str, str]:
     return {"commit": commit(), "machine": machine()}
 
 
-def machines_of(rows: Sequence[Mapping[str, Any]], *, unstamped: str) -> str:
-    """Return the machines in the column `machine` of some rows; `unstamped` is that of rows which name none."""
-    return "; ".join(dict.fromkeys(str(row.get("machine") or unstamped) for row in rows))
+def texts_of(path: Path) -> pd.DataFrame:
+    """Return a CSV file's cells as texts, empty where there is none; no rows where there is no file."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
+
+
+def told_of(rows: pd.DataFrame, *, unstamped: str) -> str:
+    """Return machines and sources of some rows; `unstamped` is the machine of rows that name none."""
+    machines = rows.get("machine", pd.Series("", index=rows.index)).fillna("").replace("", unstamped)
+    return f"{'; '.join(machines.unique())}; source {', '.join(rows['commit'].unique())}"
 
 
 def git(*arguments: str) -> str:

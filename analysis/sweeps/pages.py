@@ -57,6 +57,10 @@ class Page:
     words: Callable[[Path], Words]
     drawings: Callable[[Path], Mapping[str, Figure]] = lambda root: {}
 
+    def title(self) -> str:
+        """Return the first line."""
+        return (PAGES / f"{self.name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
     def text(self, root: Path) -> str:
         """Return README.md."""
         return render(self.name, self.words(root))

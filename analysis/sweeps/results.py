@@ -1,4 +1,4 @@
-"""An experiment's rows, with the numbers and words that a sentence or a figure needs, and the front beside them.
+"""An experiment's rows, with what a page or a figure says of them, and the front beside them.
 
 The front is full fine-tuning trained for several numbers of epochs: what anybody can do instead of freezing. Each
 budget of epochs is a training of its own, with the learning rate's whole schedule; none is a longer one stopped early.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from analysis.sweeps.kept import KeptRuns, Row, machine_of, read_rows
+import pandas as pd
+
+from analysis.sweeps.kept import KeptRuns, Row, machine_of
 from analysis.sweeps.statistics import (
     Interval,
     mean_interval,
@@ -22,16 +24,17 @@ from analysis.sweeps.statistics import (
     shown,
     signed_points,
     time_saved,
-    verdict,
     within,
 )
-from hvfreeze.report.tables import factor, percent, seconds
+from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.runs.reading import Run
 
-COMPARED = ("Training time", "Speed-up", "Time saved", "Test accuracy", "Against full")
 BY_STEPS = "steps of an idle machine"
 """In place of a machine, where a training time is made of the seconds of single steps."""
-SAME_TIME, FINAL_CUT = "Full, trained as long", "Final cut"
+
+
+class MissingError(LookupError):
+    """A page names runs that are not kept."""
 
 
 @dataclass(frozen=True, order=True)
@@ -69,11 +72,40 @@ class Front:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A column of a table: its title, and a label's cell beside what it is compared with."""
+
+    title: str
+    cell: Callable[[Results, str, str], str]
+
+
+def mean_of(title: str, column: str, unit: Callable[[float], str]) -> Metric:
+    """Return the metric that is the mean of a column with its interval, empty where no run has it."""
+    return Metric(title, lambda r, label, _: shown(r.mean(label, column), unit) if r.mean(label, column).n else "")
+
+
+METRICS = {
+    "time": Metric("Training time", lambda r, label, _: r.time(label)),
+    "gain": Metric("Speed-up", lambda r, label, against: r.gain(label, against)),
+    "saved": Metric("Time saved", lambda r, label, against: r.saved(label, against)),
+    "accuracy": Metric("Test accuracy", lambda r, label, _: r.accuracy(label)),
+    "accuracy+n": Metric("Test accuracy", lambda r, label, _: r.accuracy(label, n=True)),
+    "change": Metric("Against full", lambda r, label, against: r.change(label, against)),
+    "change+n": Metric("Against full", lambda r, label, against: r.change(label, against, n=True)),
+    "lead": Metric("Full, trained as long", lambda r, label, _: r.lead(label)),
+    "cut": Metric("Final cut", lambda r, label, _: r.cut(label)),
+    "stored": mean_of("Stored", "cache_bytes", megabytes),
+    "sent": Metric("Exchanged by a rank", lambda r, label, _: megabytes(r.mean(label, "allreduce_bytes").mean)),
+}
+"""Columns that several pages have, by a short name."""
+
+
+@dataclass(frozen=True)
 class Results:
-    """The rows of an experiment. Methods without `_text` return numbers, the others what a sentence says of them."""
+    """The rows of an experiment. Methods that return text are what pages name, with `n=True` they count seeds."""
 
     directory: Path
-    rows: list[Row] = field(default_factory=list)
+    rows: Sequence[Row] = ()
     front: Front = field(default_factory=Front)
     """Full fine-tuning at several budgets of epochs, of these rows where they have some, else of the baseline's."""
     fronts: Mapping[int, Front] = field(default_factory=dict)
@@ -81,46 +113,53 @@ class Results:
     reference: str = ""
     """The label of full fine-tuning among these rows, which others are compared with."""
 
+    @functools.cached_property
+    def frame(self) -> pd.DataFrame:
+        """The rows; cells keep their types."""
+        return pd.DataFrame(self.rows, dtype=object)
+
+    @functools.cached_property
+    def by_label(self) -> dict[str, list[Row]]:
+        """The rows by label, in the order of the first of each."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(str(row["label"]), []).append(row)
+        return found
+
     @property
     def labels(self) -> list[str]:
         """The labels in the order of their first row."""
-        return list(dict.fromkeys(str(row["label"]) for row in self.rows))
+        return list(self.by_label)
 
     def of(self, label: str) -> list[Row]:
-        return [row for row in self.rows if row["label"] == label]
+        """Return a label's rows.
 
-    def most_accurate(self, labels: Iterable[str]) -> str:
-        """Return the label that is the most accurate on average."""
-        return max(labels, key=lambda label: self.mean(label, "test_accuracy").mean)
+        Raises:
+            MissingError: there are none.
+        """
+        if label not in self.by_label:
+            raise MissingError(f"{self.directory} has no runs {label}")
+        return self.by_label[label]
 
-    def shown_as(self, label: str) -> str:
-        """Return a label as a person reads it: runs that were allowed a cache and stored nothing have none."""
-        rows = self.of(label)
-        idle = [row for row in rows if row["cache"] != "off" and not row["cache_bytes"]]
-        if not idle:
-            return label
-        if len(idle) < len(rows):
-            return f"{label} (cached in {len(rows) - len(idle)} of {len(rows)} runs)"
-        return f"{label.removesuffix('-cached')}, {rows[0]['augment']} (nothing cached)"
+    def has(self, *labels: str) -> bool:
+        """Tell whether there are rows of all these labels."""
+        return self.by_label.keys() >= set(labels)
 
     def values(self, label: str, column: str) -> dict[int, float]:
         """Return a column's number for each seed of a label."""
         return {int(row["seed"]): float(row[column]) for row in self.of(label) if row[column] is not None}
 
     def mean(self, label: str, column: str) -> Interval:
+        """Return the mean of a column over seeds."""
         return of_seeds(self.values(label, column))
 
-    def cut(self, label: str) -> Interval:
-        """Return the mean of the last cut over the seeds of a label."""
-        return within(self.mean(label, "final_cut"), 0)
-
-    def gain(self, label: str, reference: str = "", column: str = "train_seconds") -> Interval:
+    def ratio(self, label: str, against: str = "", column: str = "train_seconds") -> Interval:
         """Return the reference's time over this label's, paired by seed."""
-        return paired_ratio(self.values(reference or self.reference, column), self.values(label, column))
+        return paired_ratio(self.values(against or self.reference, column), self.values(label, column))
 
-    def change(self, label: str, reference: str = "", column: str = "test_accuracy") -> Interval:
+    def difference(self, label: str, against: str = "", column: str = "test_accuracy") -> Interval:
         """Return this label's column minus the reference's, paired by seed."""
-        return paired_difference(self.values(label, column), self.values(reference or self.reference, column))
+        return paired_difference(self.values(label, column), self.values(against or self.reference, column))
 
     def paces(self) -> dict[int, float]:
         """Return for each seed how long full fine-tuning took here, over what it took when the front was measured.
@@ -140,32 +179,48 @@ class Results:
                 leads.append(row["test_accuracy"] - self.fronts[seed].accuracy(row["train_seconds"] / paces[seed]))
         return mean_interval(leads)
 
-    def time_text(self, label: str, *, column: str = "train_seconds", count: bool = False) -> str:
-        return shown(within(self.mean(label, column), 0), seconds, count=count)
+    def most_accurate(self, labels: Iterable[str]) -> str:
+        """Return the label that is the most accurate on average."""
+        return max(labels, key=lambda label: self.mean(label, "test_accuracy").mean)
 
-    def accuracy_text(self, label: str, *, count: bool = False) -> str:
-        return shown(within(self.mean(label, "test_accuracy"), 0, 1), percent, count=count)
+    def time(self, label: str, *, column: str = "train_seconds", n: bool = False) -> str:
+        """Return the mean training time."""
+        return shown(within(self.mean(label, column), 0), seconds, count=n)
 
-    def gain_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
-        return self.with_clocks(shown(self.gain(label, reference), factor, count=count), label, reference)
+    def accuracy(self, label: str, *, n: bool = False) -> str:
+        """Return the mean test accuracy."""
+        return shown(within(self.mean(label, "test_accuracy"), 0, 1), percent, count=n)
 
-    def change_text(self, label: str, reference: str = "", *, count: bool = False) -> str:
-        return shown(self.change(label, reference), signed_points, count=count)
+    def gain(self, label: str, against: str = "", *, n: bool = False) -> str:
+        """Return how many times as fast a label is as another."""
+        return self.with_clocks(shown(self.ratio(label, against), factor, count=n), label, against)
 
-    def lead_text(self, label: str) -> str:
-        """Return accuracy against full fine-tuning trained for as many seconds: the cell below `SAME_TIME`."""
+    def saved(self, label: str, against: str = "") -> str:
+        """Return the part of the other's time that is saved."""
+        return shown(time_saved(self.ratio(label, against)), percent)
+
+    def change(self, label: str, against: str = "", *, n: bool = False) -> str:
+        """Return by how many points a label is more accurate."""
+        return shown(self.difference(label, against), signed_points, count=n)
+
+    def lead(self, label: str) -> str:
+        """Return accuracy against full fine-tuning trained for as many seconds."""
         return self.with_clocks(shown(self.over_front(label), signed_points), label)
 
-    def with_clocks(self, text: str, label: str, reference: str = "") -> str:
+    def cut(self, label: str) -> str:
+        """Return the mean of the last cut."""
+        return shown(within(self.mean(label, "final_cut"), 0), lambda cut: f"{cut:.1f}")
+
+    def with_clocks(self, text: str, label: str, against: str = "") -> str:
         """Return a comparison of times; where they were not taken on one machine it says so in its brackets."""
-        told = self.unlike_clocks(label, reference)
+        told = self.unlike_clocks(label, against)
         if not told:
             return text
         return f"{text[:-1]}; {told})" if text.endswith(")") else f"{text} ({told})"
 
-    def unlike_clocks(self, label: str, reference: str = "") -> str:
+    def unlike_clocks(self, label: str, against: str = "") -> str:
         """Return in what way two labels' times were not taken on one machine, seed by seed; empty where they were."""
-        ours, theirs = (self.clocks(each) for each in (label, reference or self.reference))
+        ours, theirs = (self.clocks(each) for each in (label, against or self.reference))
         pairs = [{ours[seed], theirs[seed]} for seed in ours.keys() & theirs.keys()]
         if all(len(pair) == 1 for pair in pairs):
             return ""
@@ -179,28 +234,49 @@ class Results:
         """Return the machine of a row's run."""
         return self.machines.get(str(row.get("run"))) or machine_of(row)
 
-    def lead_shown(self, label: str) -> str:
-        """Return in words what that lead shows, in front of what it is held against."""
-        shows = verdict(self.over_front(label), "more accurate than", "less accurate than", "not shown to differ from")
-        return shows.removesuffix(" (negative)")
+    def shown_as(self, label: str) -> str:
+        """Return a label as a person reads it: runs that were allowed a cache and stored nothing have none."""
+        rows = self.of(label)
+        idle = [row for row in rows if row["cache"] != "off" and not row["cache_bytes"]]
+        if not idle:
+            return label
+        if len(idle) < len(rows):
+            return f"{label} (cached in {len(rows) - len(idle)} of {len(rows)} runs)"
+        return f"{label.removesuffix('-cached')}, {rows[0]['augment']} (nothing cached)"
 
-    def cut_text(self, label: str) -> str:
-        return shown(self.cut(label), lambda cut: f"{cut:.1f}")
+    def compare(
+        self,
+        first: str,
+        labels: Sequence[str] | Mapping[str, str],
+        metrics: Sequence[str | Metric],
+        *,
+        against: str = "",
+        prose: Sequence[str] = (),
+        **titles: str,
+    ) -> str:
+        """Return a table with a row for each label, by metrics or their short names.
 
-    def compared(self, label: str, reference: str = "") -> tuple[str, ...]:
-        """Return the cells below `COMPARED`."""
-        saved = shown(time_saved(self.gain(label, reference)), percent)
-        time, accuracy = self.time_text(label), self.accuracy_text(label)
-        return time, self.gain_text(label, reference), saved, accuracy, self.change_text(label, reference)
+        Args:
+            first: title of the column that names the rows.
+            labels: shown as they are, or by the words that they map to.
+            metrics: the other columns.
+            against: what labels are compared with, where that is not the reference.
+            prose: titles of columns that hold text.
+            titles: of metrics by their short name, in place of their own.
+        """
+        chosen = [
+            replace(METRICS[each], title=titles.get(each, METRICS[each].title)) if isinstance(each, str) else each
+            for each in metrics
+        ]
+        words = labels if isinstance(labels, Mapping) else {label: label for label in labels}
+        rows = ((told, *(metric.cell(self, label, against) for metric in chosen)) for label, told in words.items())
+        columns = (first, *(metric.title for metric in chosen))
+        return Table(columns=columns, rows=tuple(rows), prose=frozenset(prose)).to_text()
 
-    def count(self, labels: Sequence[str]) -> str:
-        """Return n as a caption has it: the seeds of these labels, from the fewest to the most."""
-        counts = sorted({len(self.of(label)) for label in labels})
+    def seeds(self, labels: Sequence[str] = ()) -> str:
+        """Return n as a caption has it: the seeds of these labels, of all by default, from the fewest to the most."""
+        counts = sorted({len(self.of(label)) for label in labels or self.labels})
         return f"n = {' to '.join(str(n) for n in (counts[:1] + counts[1:][-1:]))} seeds"
-
-    def spread(self, labels: Sequence[str]) -> str:
-        """Return what a caption says of points with whiskers."""
-        return f"mean and 95 % interval, {self.count(labels)}"
 
     @functools.cached_property
     def machines(self) -> dict[str, str]:
@@ -216,11 +292,10 @@ class Results:
         return {str(row["run"]): kept.run(str(row["run"])) for row in self.rows}
 
     def runs_of(self, *labels: str) -> list[Run]:
-        """Return the kept runs of some labels, of all where none is named."""
-        wanted = labels or tuple(self.labels)
+        """Return the kept runs of some labels."""
         return [
             replace(self.runs[str(row["run"])], name=f"{self.shown_as(label)}-s{row['seed']}")
-            for label in wanted
+            for label in labels
             for row in self.of(label)
         ]
 
@@ -236,15 +311,16 @@ def best_lr(rows: Sequence[Row]) -> float | None:
 
 def open_results(root: Path, name: str, reference: str = "") -> Results:
     """Return an experiment's results, with the front that its own budgets of epochs give, else the baseline's."""
-    own = Results(root / name, read_rows(root / name), reference=reference)
+    own = Results(root / name, KeptRuns(root / name).rows(), reference=reference)
     if budgets_of(own):
         return with_front(own, own, [*budgets_of(own), reference])
-    baseline = Results(root / "baseline", read_rows(root / "baseline"))
+    baseline = Results(root / "baseline", KeptRuns(root / "baseline").rows())
     return with_front(own, baseline, budgets_of(baseline))
 
 
 def with_front(results: Results, measured: Results, labels: Sequence[str]) -> Results:
     """Return results with the fronts that these labels of the results `measured` make, on average and seed by seed."""
+    labels = [label for label in labels if measured.has(label)]
     seeds = sorted({int(row["seed"]) for label in labels for row in measured.of(label)})
     alone = {seed: [row for row in measured.rows if int(row["seed"]) == seed] for seed in seeds}
     fronts = {seed: front_of(replace(measured, rows=rows), labels) for seed, rows in alone.items()}
@@ -267,6 +343,6 @@ def front_of(results: Results, labels: Sequence[str]) -> Front:
             int(results.of(label)[0]["epochs"]),
         )
         for label in labels
-        if results.of(label)
+        if results.has(label)
     ]
     return Front(tuple(sorted(points)))

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from analysis.sweeps.experiment import Experiment, nothing_more, write_up
 from analysis.sweeps.kept import PRESETS as PRESETS_FILE
-from analysis.sweeps.kept import RESULTS, ROWS, KeptRuns, by_name, commit, read_rows, texts_of, write_rows
+from analysis.sweeps.kept import RESULTS, KeptRuns, by_name, commit
 from analysis.sweeps.launching import Site, begins_anew, bits_per_second, launch, require_cluster
 from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.presets import FULL, PRESETS, PlannedRun, Preset
 from analysis.sweeps.repeat import repeat
-from analysis.sweeps.results import Results, best_lr, open_results
+from analysis.sweeps.results import Results, best_lr
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 WORK = Path("build") / "experiments"
@@ -76,7 +76,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None, *, one_
 
 
 def parse(experiment: Experiment, arguments: Sequence[str] | None, one_of: str = "") -> argparse.Namespace:
-    title = "Several experiments, one after another, with the same arguments" if one_of else experiment.title
+    title = "Several experiments, one after another, with the same arguments" if one_of else experiment.page.title()
     parser = argparse.ArgumentParser(prog=f"python -m analysis.{one_of or experiment.name}", description=title)
     data = os.environ.get("HVFREEZE_DATA")
     add = parser.add_argument
@@ -141,7 +141,7 @@ def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
     if options.weights is not None:
         digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights.is_file() else ""
         given.update(weights=options.weights.name, weights_digest=digest)
-    found = best_lr(read_rows(root / "baseline"))
+    found = best_lr(KeptRuns(root / "baseline").rows())
     return replace(preset, **given, lr=options.lr if options.lr is not None else found or preset.lr)
 
 
@@ -153,7 +153,7 @@ def require_lr(options: argparse.Namespace, experiment: Experiment, *, root: Pat
     """
     if options.preset == "smoke" or experiment.chooses_lr or options.lr is not None:
         return
-    if best_lr(read_rows(root / "baseline")) is None:
+    if best_lr(KeptRuns(root / "baseline").rows()) is None:
         raise UsageError(
             f"--results ({root}) holds no baseline, which chooses the learning rate of this experiment; run "
             f"python -m analysis.baseline with the same --results first, or give --lr (the kept results have 0.05)"
@@ -202,19 +202,17 @@ def carry_out(
     first = experiment.runs(preset)
     before = set(KeptRuns(directory).lines)
     failed = make(first, preset, site, directory, only=only)
-    planned = plan(experiment, preset, open_results(root, experiment.name, experiment.reference))
+    planned = plan(experiment, preset, experiment.open(root))
     unknown = sorted(set(only or ()) - {run.label for run in planned})
     if unknown:
         raise UsageError(f"--only ({','.join(unknown)}) must name labels: {', '.join({r.label: 0 for r in planned})}")
     waits = experiment.then_waits and experiment.then is not nothing_more
     if not waits or all(run.name in KeptRuns(directory).lines for run in first):
         failed += make([run for run in planned if run.name not in failed], preset, site, directory, only=only)
-    else:
-        write_kept(KeptRuns(directory), planned)
-        if {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
-            print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
-    results = open_results(root, experiment.name, experiment.reference)
-    write_up(experiment, preset, results, made=set(KeptRuns(directory).lines) != before)
+    elif {run.label for run in planned if only is None or run.label in only} - {run.label for run in first}:
+        print(f"{experiment.name}: the other runs depend on these, which are not all there yet", file=sys.stderr)
+    kept = KeptRuns(directory).lines
+    write_up(experiment, preset, root, made=set(kept) != before, whole=all(run.name in kept for run in planned))
     print(f"results: {directory}")
     if failed:
         print(f"{experiment.name}: error: {len(failed)} runs failed: {', '.join(failed)}", file=sys.stderr)
@@ -238,7 +236,7 @@ def check_weights(name: str, preset: Preset, *, root: Path) -> None:
 def make(
     planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
 ) -> list[str]:
-    """Make the runs that are missing, keeping the CSV file up to date; returns the names of those that failed.
+    """Make the runs that are missing; returns the names of those that failed.
 
     Raises:
         UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.
@@ -256,7 +254,7 @@ def make(
             require_shared_cache(run, runs, site)
     source = commit()
     progress = Progress({run.name: seconds_of(run, preset) for run in wanted}, dict.fromkeys(kept, 0.0))
-    write_kept(runs, planned)
+    runs.check_seeds(planned)
     failed: list[str] = []
     for run in wanted:
         if run.name in progress.done:
@@ -275,7 +273,6 @@ def make(
             whole_seconds = None if continued else time.monotonic() - started
             runs.keep(run_dir, run, source=source, whole_seconds=whole_seconds)
             shutil.rmtree(run_dir)
-            write_kept(runs, planned)
         progress.done[run.name] = time.monotonic() - started
     return failed
 
@@ -304,16 +301,6 @@ def begin_shared_cache(run: PlannedRun, runs: KeptRuns, site: Site) -> None:
     """Empty the run's shared cache where no kept run has used it: the first run is one that fills it."""
     if "cache_dir" in run.flags and not cache_users(run, runs):
         shutil.rmtree(site.work / str(run.flags["cache_dir"]), ignore_errors=True)
-
-
-def write_kept(runs: KeptRuns, planned: Sequence[PlannedRun]) -> None:
-    """Write the rows of those of the planned runs that are kept, and of kept ones that differ in the seed only.
-
-    Others that have rows keep them: the first runs are written before those that depend on them are planned.
-    """
-    names = [*(run.name for run in planned), *runs.of_other_seeds(planned)]
-    names += [row["run"] for row in texts_of(runs.directory / ROWS)]
-    write_rows(runs.directory, runs.rows(list(dict.fromkeys(names))))
 
 
 def estimate(experiment: Experiment, preset: Preset) -> str:

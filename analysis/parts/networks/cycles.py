@@ -7,9 +7,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from analysis.benchmarks.contest import rotated
@@ -33,23 +33,22 @@ LINK = "1gbit"
 JOBS, ROUNDS = 4, 3
 
 
-def cycles(path: Path) -> list[dict[str, str]]:
-    """Return a row per job and way, measuring and keeping what is missing.
+def cycles(path: Path) -> None:
+    """Measure and keep what is missing: a row per job and way.
 
     A row has `nodes`, `threads` of each, `cycle_ms`, `repeat`, `way`, `seconds` of a step (the median of a job's,
     on the slowest rank), and the `commit` and the `machine` that it was measured with.
     """
-    rows = texts_of(path)
+    rows = texts_of(path).to_dict("records")
     for nodes, threads in FULL:
         if str(nodes) not in {row["nodes"] for row in rows}:
             rows += measure(nodes, threads)
             publish(path, to_csv(rows))
-    return rows
 
 
 def complete(path: Path) -> bool:
     """Tell whether all nodes were measured."""
-    return {row["nodes"] for row in texts_of(path)} == {str(nodes) for nodes, _ in FULL}
+    return path.exists() and set(texts_of(path)["nodes"]) == {str(nodes) for nodes, _ in FULL}
 
 
 def measure(nodes: int, threads: int) -> list[dict[str, str]]:
@@ -96,21 +95,11 @@ def work(threads: int, out: Path, scratch: Path) -> None:
     ranks.close()
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Return the milliseconds of a step by way and cycle: the median of the jobs, the least and the most."""
-    heads = [f"{cycle} ms between two looks" for cycle in CYCLES_MS]
-    lines = [f"| nodes | threads of each | way | {' | '.join(heads)} |", "|---:|---:|---|" + "---:|" * len(heads)]
-    for nodes, threads in FULL:
-        for way in (NOTHING_SENT, *COMPRESSIONS):
-            cells = [_cell(rows, nodes, way, cycle) for cycle in CYCLES_MS]
-            lines.append(f"| {nodes} | {threads} | {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _cell(rows: Sequence[dict[str, str]], nodes: int, way: str, cycle: int) -> str:
-    wanted = (str(nodes), way, str(cycle))
-    taken = [1e3 * float(row["seconds"]) for row in rows if (row["nodes"], row["way"], row["cycle_ms"]) == wanted]
-    return f"{statistics.median(taken):.0f} ({min(taken):.0f} to {max(taken):.0f})"
+def cell(rows: pd.DataFrame, nodes: int, way: str, cycle: int) -> str:
+    """Return the milliseconds of a step: the median of the jobs, the least and the most."""
+    mine = rows[(rows[["nodes", "way", "cycle_ms"]] == [str(nodes), way, str(cycle)]).all(axis=1)]
+    taken = 1e3 * mine["seconds"].astype(float)
+    return f"{taken.median():.0f} ({taken.min():.0f} to {taken.max():.0f})"
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.kept import commit, machine, publish, texts_of
@@ -26,21 +26,17 @@ ADDED = ("", "1us", "100us", "500us")
 JOBS, MESSAGES, WARM = 4, 400, 50
 
 
-def messages(path: Path) -> list[dict[str, str]]:
-    """Return a row per job and latency, measuring and keeping what is missing.
+def messages(path: Path) -> None:
+    """Measure and keep what is missing: a row per job and latency.
 
     A row has `latency`, `repeat`, `seconds` of a message, and the `commit` and the `machine` that it was measured with.
     """
-    rows = texts_of(path)
+    rows = texts_of(path).to_dict("records")
     for latency in ADDED:
         if latency not in {row["latency"] for row in rows}:
-            stamp = {"commit": commit(), "machine": machine_with_mpi()}
-            rows += [
-                {"latency": latency, "repeat": str(repeat), "seconds": str(seconds), **stamp}
-                for repeat, seconds in enumerate(measure(latency))
-            ]
+            stamp = {"latency": latency, "commit": commit(), "machine": machine_with_mpi()}
+            rows += [{**stamp, "repeat": repeat, "seconds": seconds} for repeat, seconds in enumerate(measure(latency))]
             publish(path, to_csv(rows))
-    return rows
 
 
 def machine_with_mpi() -> str:
@@ -51,7 +47,7 @@ def machine_with_mpi() -> str:
 
 def complete(path: Path) -> bool:
     """Tell whether every latency was measured."""
-    return {row["latency"] for row in texts_of(path)} == set(ADDED)
+    return path.exists() and set(texts_of(path)["latency"]) == set(ADDED)
 
 
 def measure(latency: str) -> list[float]:
@@ -67,12 +63,9 @@ def measure(latency: str) -> list[float]:
     return found
 
 
-def line(rows: Sequence[dict[str, str]]) -> str:
+def line(rows: pd.DataFrame) -> str:
     """Return what the messages took, and the straight line through those of links that delay."""
-    taken = {
-        latency: 1e6 * statistics.median(float(row["seconds"]) for row in rows if row["latency"] == latency)
-        for latency in ADDED
-    }
+    taken = 1e6 * rows["seconds"].astype(float).groupby(rows["latency"]).median()
     delayed = ADDED[1:]
     added = [float(latency.removesuffix("us")) for latency in delayed]
     slope, base = np.polyfit(added, [taken[latency] for latency in delayed], 1)

@@ -43,8 +43,3 @@ def pace(runs: Sequence[Run]) -> Interval:
 def images(value: float) -> str:
     """Return a pace for a person."""
     return f"{value:.0f} images/s"
-
-
-def milliseconds(value: float) -> str:
-    """Return seconds as milliseconds."""
-    return f"{1000 * value:.0f} ms"

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from analysis.sweeps.experiment import Answer
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, of_seeds, paired_difference, shown, signed_points, within
+from analysis.sweeps.statistics import Interval, of_seeds, paired_difference, shown, within
 from hvfreeze.report.tables import Table, percent
-from hvfreeze.runs.reading import Run
 
 MODEL = "resnet20"
 BACKPROPAGATION = "critics-none"
@@ -27,8 +26,6 @@ GROUPS: dict[str, dict[str, Value]] = {
 }
 """By label; critics of all runs have their own learning rate's default."""
 NAMES = {"critics-1": "LC(1)", "critics-3": "LC(3)", "critics-3-every5": "LC(3), critics every fifth batch"}
-MOST_LOST, MOST_LOST_EARLY, LEAST_EARLY = 0.02, 0.01, 0.5
-"""What is hoped of LC(3): accuracy lost against backpropagation, by leaving early, and the samples that do."""
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
@@ -56,21 +53,9 @@ def run(preset: Preset, label: str, *, seed: int) -> PlannedRun:
     return PlannedRun(label=label, seed=seed, flags={**flags, **GROUPS[label]}, ranks=1)
 
 
-def critics_of(run: Run) -> dict[str, Any]:
-    """Return what a run's summary tells of its exits."""
-    found: dict[str, Any] = (run.summary or {}).get("critics") or {}
-    return found
-
-
 def told(results: Results, label: str, key: str) -> dict[int, Any]:
     """Return an entry of what runs of a label tell of their exits, by seed."""
-    runs = results.runs_of(label) if results.of(label) else []
-    return {run.settings["seed"]: critics_of(run)[key] for run in runs if key in critics_of(run)}
-
-
-def accuracies(results: Results, label: str) -> dict[int, float]:
-    """Return how right the whole models of a label are, by seed."""
-    return {seed: float(value) for seed, value in results.values(label, "test_accuracy").items()}
+    return {run.settings["seed"]: (run.summary or {})["critics"][key] for run in results.runs_of(label)}
 
 
 def left_early(results: Results, label: str) -> dict[int, float]:
@@ -83,69 +68,31 @@ def share(values: Mapping[int, float]) -> str:
     return shown(within(of_seeds(values), 0, 1), percent)
 
 
-def labels_of(results: Results) -> list[str]:
-    """Return the labels of runs with exits."""
-    return [label for label in GROUPS if told(results, label, "exit_accuracy")]
-
-
-def answers(results: Results) -> list[Answer]:
-    """Return what is said of critics."""
-    found, label = [], "critics-3"
-    if label not in labels_of(results):
-        return []
-    if results.of(BACKPROPAGATION):
-        reference = accuracies(results, BACKPROPAGATION)
-        changes = {each: paired_difference(accuracies(results, each), reference) for each in labels_of(results)}
-        changed = shown(changes[label], signed_points, count=True)
-        text = f"Accuracy against backpropagation, by {NAMES[label]}: {changed}."
-        details = (
-            f"Backpropagation: {share(reference)}. Against it:",
-            *(f"{NAMES[each]} {shown(change, signed_points)}" for each, change in changes.items()),
-        )
-        fails = changes[label].mean < -MOST_LOST
-        question = "What does training by critics cost?"
-        found.append(Answer(question=question, text=text, n=changes[label].n, negative=fails, details=details))
-    early, whole = told(results, label, "early_accuracy"), accuracies(results, label)
-    change: Interval = paired_difference(early, whole)
-    left = of_seeds(left_early(results, label))
-    taken = shown(of_seeds(told(results, label, "early_flops")), percent, count=True)
-    text = f"By LC(3) samples take {taken} of the FLOPs of the whole model, on average."
-    details = (
-        f"{shown(within(left, 0, 1), percent)} of the samples leave before the last of four exits.",
-        f"Accuracy against the whole model: {shown(change, signed_points)}.",
-    )
-    fails = left.mean < LEAST_EARLY or change.mean < -MOST_LOST_EARLY
-    question = "What does leaving at a probability of 0.9 save?"
-    found.append(Answer(question=question, text=text, n=change.n, negative=fails, details=details))
-    return found
-
-
-def tables(results: Results) -> list[Table]:
+def table(results: Results) -> str:
     """Return how right every exit is."""
-    rows: list[tuple[str, ...]] = []
-    if results.of(BACKPROPAGATION):
-        rows.append((BACKPROPAGATION, share(accuracies(results, BACKPROPAGATION)), *["-"] * 5))
-    for label in labels_of(results):
-        exits, shares = told(results, label, "exit_accuracy"), told(results, label, "samples_by_exit")
-        means = [share(dict(enumerate(each))) for each in zip(*exits.values(), strict=True)]
-        left = [share(dict(enumerate(each))) for each in zip(*shares.values(), strict=True)]
-        rows.append(
-            (
-                label,
-                share(accuracies(results, label)),
-                ", ".join(means[:-1]),
-                *(share(told(results, label, key)) for key in ("ensemble_accuracy", "early_accuracy")),
-                ", ".join(left),
-                shown(of_seeds(told(results, label, "early_flops")), percent),
-            )
+    right = {label: share(results.values(label, "test_accuracy")) for label in GROUPS}
+    rows: list[tuple[str, ...]] = [(BACKPROPAGATION, right[BACKPROPAGATION], *["-"] * 5)]
+    for label in NAMES:
+        exits, left = (
+            [share(dict(enumerate(each))) for each in zip(*told(results, label, key).values(), strict=True)]
+            for key in ("exit_accuracy", "samples_by_exit")
         )
-    columns = (
-        "Run",
-        "Whole model",
-        "Exits before it",
-        "All exits together",
-        "Leaving at 0.9",
-        "Samples by exit",
-        "FLOPs of the whole model",
-    )
-    return [Table(title="Accuracy of exits", columns=columns, rows=tuple(rows))] if rows else []
+        both = (share(told(results, label, key)) for key in ("ensemble_accuracy", "early_accuracy"))
+        flops = shown(of_seeds(told(results, label, "early_flops")), percent)
+        rows.append((label, right[label], ", ".join(exits[:-1]), *both, ", ".join(left), flops))
+    columns = ("Run", "Whole model", "Exits before it", "All exits together", "Leaving at 0.9", "Samples by exit")
+    return Table(columns=(*columns, "FLOPs of the whole model"), rows=tuple(rows)).to_text()
+
+
+def words(results: Results) -> Words:
+    early = told(results, "critics-3", "early_accuracy")
+    change: Interval = paired_difference(early, results.values("critics-3", "test_accuracy"))
+    return {
+        "names": NAMES,
+        "none": BACKPROPAGATION,
+        "right": share(results.values(BACKPROPAGATION, "test_accuracy")),
+        "flops": of_seeds(told(results, "critics-3", "early_flops")),
+        "left": share(left_early(results, "critics-3")),
+        "early": change,
+        "table": table(results),
+    }

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from analysis.sweeps.experiment import Answer
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
+from analysis.sweeps.statistics import Interval, paired_ratio, shown
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.report.tables import Table, factor, megabytes
@@ -93,13 +93,13 @@ def run(
 
 def grid_of(run: Run) -> dict[str, Any]:
     """Return what a run's summary tells of its grid."""
-    found: dict[str, Any] = (run.summary or {}).get("grid") or {}
+    found: dict[str, Any] = (run.summary or {})["grid"]
     return found
 
 
 def runs_with(results: Results, label: str) -> list[Run]:
-    """Return the kept runs of a label that tell of a grid."""
-    return [run for run in results.runs_of(label) if grid_of(run)] if results.of(label) else []
+    """Return the kept runs of a label."""
+    return results.runs_of(label)
 
 
 def throughput_ratio(results: Results, label: str, reference: str) -> Interval:
@@ -145,71 +145,37 @@ def measured_bytes(run: Run) -> tuple[int, int, int]:
     return grid["wire_bytes"]["activations"], grid["wire_bytes"]["errors"], sum(grid["allreduce_bytes"])
 
 
-def labels_of(results: Results) -> list[str]:
-    """Return the labels of the grid's runs."""
-    return [label for label in results.labels if label.startswith("grid-") and runs_with(results, label)]
-
-
-def answers(results: Results) -> list[Answer]:
-    """Return what is said of grids."""
-    found = []
-    if runs_with(results, "grid-2x1-m8") and runs_with(results, "grid-1x1-m8"):
-        rising = [(m, throughput_ratio(results, f"grid-2x1-m{m}", f"grid-1x1-m{m}")) for m in (1, 2, 4, 8)]
-        most, best = rising[-1]
-        text = (
-            f"With {most} micro-batches two partitions are {shown(best, factor, count=True)} as fast as one rank with "
-            f"as many; the bound is {factor(bound(2, 1, most))}."
-        )
-        details = tuple(f"With {m}: {shown(gain, factor)}, at most {bound(2, 1, m):.2f}." for m, gain in rising)
-        question = "Does a pipeline of micro-batches pay?"
-        found.append(Answer(question=question, text=text, n=best.n, details=details))
-    for model in (DEEP, WIDE):
-        cut, copies = f"grid-2x1-m2-{model}", f"grid-1x2-m1-{model}"
-        if runs_with(results, cut) and runs_with(results, copies):
-            gain = throughput_ratio(results, cut, copies)
-            text = (
-                f"Cut in two it trains {shown(gain, factor, count=True)} as fast as two replicas, at {SMALL_BATCH} "
-                f"samples a step in both."
-            )
-            found.append(Answer(question=f"{model} on two nodes at 1 Gbit/s: cut, or replicated?", text=text, n=gain.n))
-    return found
-
-
-def tables(results: Results) -> list[Table]:
+def tables(results: Results) -> tuple[str, str]:
     """Return speed and bound, and memory and bytes, of every shape."""
     speed: list[tuple[str, ...]] = []
     memory: list[tuple[str, ...]] = []
-    for label in labels_of(results):
+    for label in (label for label in results.labels if label.startswith("grid-")):
         run = runs_with(results, label)[0]
-        grid, nodes = grid_of(run), "-resnet" in label
+        grid = grid_of(run)
         shape = grid["parts"], grid["replicas"], grid["micro_batches"]
-        if not nodes and results.of("grid-1x1-m1"):
-            gain = throughput_ratio(results, label, "grid-1x1-m1")
+        if "-resnet" not in label:
             same = f"grid-1x1-m{shape[2]}"
-            fair = throughput_ratio(results, label, same) if runs_with(results, same) else mean_interval([])
+            gains = (throughput_ratio(results, label, other) for other in ("grid-1x1-m1", same))
             crowded = shape[0] * shape[1] > run.environment["cores"]
             note = " (more ranks than cores)" if crowded else ""
-            speed.append((f"{label}{note}", shown(gain, factor), shown(fair, factor), factor(bound(*shape))))
+            speed.append((f"{label}{note}", *(shown(gain, factor) for gain in gains), factor(bound(*shape))))
         fits = "yes" if measured_bytes(run) == predicted_bytes(run) else "NO"
         held = [a + b for a, b in zip(grid["parameter_bytes"], grid["optimizer_bytes"], strict=True)]
-        memory.append(
-            (
-                label,
-                " ".join(megabytes(number) for number in held),
-                " ".join(megabytes(number) for number in grid["peak_memory_bytes"]),
-                *(megabytes(number) for number in measured_bytes(run)),
-                fits,
-            )
-        )
+        by_rank = (" ".join(map(megabytes, each)) for each in (held, grid["peak_memory_bytes"]))
+        memory.append((label, *by_rank, *map(megabytes, measured_bytes(run)), fits))
     speeds = ("Run", "Over one rank", "Over one rank, as many micro-batches", "Bound")
-    sizes = (
-        "Run",
-        "Parameters, optimizer by rank",
-        "Peak memory by rank",
-        "Activations",
-        "Errors",
-        "Gradients",
-        "As predicted",
+    sizes = ("Run", "Parameters, optimizer by rank", "Peak memory by rank", "Activations", "Errors", "Gradients")
+    return (
+        Table(columns=speeds, rows=tuple(speed)).to_text(),
+        Table(columns=(*sizes, "As predicted"), rows=tuple(memory)).to_text(),
     )
-    found = [Table(title="Samples a second of a grid", columns=speeds, rows=tuple(speed))] if speed else []
-    return [*found, Table(title="Memory and bytes of a grid", columns=sizes, rows=tuple(memory))] if memory else found
+
+
+def words(results: Results) -> Words:
+    speed, memory = tables(results)
+    return {
+        "gain": lambda ours, theirs: throughput_ratio(results, f"grid-{ours}", f"grid-{theirs}"),
+        "bound": bound,
+        "speed": speed,
+        "memory": memory,
+    }

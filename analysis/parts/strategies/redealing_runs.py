@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from analysis.parts.strategies.grid_runs import grid_of, run, runs_with, throughput_ratio
-from analysis.sweeps.experiment import Answer
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import shown
+from analysis.sweeps.statistics import Interval, shown
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.segments import Segment, work_of
@@ -91,42 +91,35 @@ def predicted_gain(waiting: Run, redealt: Run) -> float:
     return takes[0] / takes[1]
 
 
-def pairs(results: Results) -> list[tuple[str, Run, Run]]:
-    """Return the kinds whose two runs are there, with both."""
-    found = []
-    for kind in KINDS:
-        waiting, redealt = (runs_with(results, label_of(kind, redeal)) for redeal in ("off", "on"))
-        if waiting and redealt:
-            found.append((kind, waiting[0], redealt[0]))
-    return found
+def gain(results: Results, kind: str) -> Interval:
+    """Return how many times as fast a step is with ranks that are dealt out anew."""
+    return throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return what dealing ranks out anew brings."""
-    found, told = pairs(results), []
-    for kind, waiting, redealt in found:
-        gain = throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
-        predicted = factor(predicted_gain(waiting, redealt))
-        told.append(f"{kind}: {shown(gain, factor, count=True)} as fast, {predicted} predicted")
-    if not told:
-        return []
-    text = f"Where the first of two partitions is {told[0]}."
-    setting = "The first of two partitions is frozen or cached; its rank becomes a second line of all blocks."
-    question = "Does dealing ranks out anew pay, against letting them wait?"
-    return [Answer(question=question, text=text, n=gain.n, details=(setting, *told))]
+def predicted(results: Results, kind: str) -> str:
+    """Return the same as it should be."""
+    (waiting,), (redealt,) = (runs_with(results, label_of(kind, redeal)) for redeal in ("off", "on"))
+    return factor(predicted_gain(waiting, redealt))
 
 
-def tables(results: Results) -> list[Table]:
+def table(results: Results) -> str:
     """Return speed beside the prediction, and what travels."""
     rows = []
-    for kind, waiting, redealt in pairs(results):
-        gain = throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
-        predicted = predicted_gain(waiting, redealt)
-        for one, told in ((waiting, ("", "")), (redealt, (shown(gain, factor), factor(predicted)))):
-            grid = grid_of(one)
+    for kind in KINDS:
+        for redeal in ("off", "on"):
+            label = label_of(kind, redeal)
+            told = (shown(gain(results, kind), factor), predicted(results, kind)) if redeal == "on" else ("", "")
+            grid = grid_of(runs_with(results, label)[0])
             sent = (grid["wire_bytes"]["activations"], sum(grid["allreduce_bytes"]), grid["moved_bytes"])
             lines = " then ".join(f"{deal['replicas']} x {deal['parts']}" for deal in grid["deals"])
-            label = label_of(kind, one.settings["redeal"])
-            rows.append((label, lines, *told, *(megabytes(number) for number in sent)))
+            rows.append((label, lines, *told, *map(megabytes, sent)))
     columns = ("Run", "Lines x ranks", "Over ranks that wait", "Predicted", "Activations", "Gradients", "Blocks moved")
-    return [Table(title="Ranks dealt out anew", columns=columns, rows=tuple(rows))] if rows else []
+    return Table(columns=columns, rows=tuple(rows)).to_text()
+
+
+def words(results: Results) -> Words:
+    return {
+        "gain": lambda kind: gain(results, kind),
+        "predicted": lambda kind: predicted(results, kind),
+        "table": table(results),
+    }

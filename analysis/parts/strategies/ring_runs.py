@@ -13,11 +13,11 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import OTHERS, Line, line_chart
-from analysis.sweeps.experiment import Answer, Drawing
+from analysis.sweeps.pages import Words, milliseconds
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
-from hvfreeze.report.tables import Table, factor
+from hvfreeze.report.tables import Table
 from hvfreeze.runs.reading import Run
 
 MODEST, HIGH = 0.00025, (0.001, 0.003, 0.01)
@@ -25,7 +25,6 @@ MODEST, HIGH = 0.00025, (0.001, 0.003, 0.01)
 RATES = (MODEST, *HIGH)
 PARTS, SMOKE_PARTS = (1, 3, 4), (1, 2)
 """Modules; 1 is plain backpropagation in one process."""
-EVERY = tuple(sorted({*PARTS, *SMOKE_PARTS}))
 BATCH, CONTEXT, STEPS, MODEST_STEPS = 8, 32, 400, 1200
 TIMED_PARTS, TIMED_STEPS = 3, 28
 TIMED: dict[str, dict[str, Value]] = {
@@ -34,7 +33,6 @@ TIMED: dict[str, dict[str, Value]] = {
     "stale": {"strategy": "stale-ring", "parts": TIMED_PARTS, "stale_after": 0},
 }
 """By label: one process, the ring with new gradients, and the ring with old ones."""
-MOST_LOST, LEAST_GAINED = 1.03, 1.3
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
@@ -94,9 +92,7 @@ def text_flags(*, batch: int, context: int, steps: int, rate: float) -> dict[str
 
 def losses(results: Results, parts: int, rate: float) -> dict[int, float]:
     """Return the held-out loss in nats a character, by seed."""
-    label = label_of(parts, rate)
-    runs = results.runs_of(label) if results.of(label) else []
-    return {run.settings["seed"]: float(run.metrics[-1]["test_loss"]) for run in runs}
+    return by_seed(results.runs_of(label_of(parts, rate)), lambda run: float(run.metrics[-1]["test_loss"]))
 
 
 def gap(results: Results, parts: int, rate: float) -> Interval:
@@ -106,8 +102,7 @@ def gap(results: Results, parts: int, rate: float) -> Interval:
 
 def times(results: Results, label: str) -> list[Run]:
     """Return the runs that are about time."""
-    label = f"ring-time-{label}"
-    return results.runs_of(label) if results.of(label) else []
+    return results.runs_of(f"ring-time-{label}")
 
 
 def step_seconds(run: Run) -> float:
@@ -127,59 +122,6 @@ def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
     return {run.settings["seed"]: value(run) for run in runs}
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return what old gradients cost and bring."""
-    found = []
-    modest = {parts: gap(results, parts, MODEST) for parts in EVERY[1:] if gap(results, parts, MODEST).n}
-    if modest:
-        details = tuple(f"K = {parts}: {shown(ratio, lost)}" for parts, ratio in modest.items())
-        parts = max(modest, key=lambda parts: modest[parts].mean)
-        worst = modest[parts]
-        text = (
-            f"Held-out loss against backpropagation with Adam at {MODEST:g} and cosine decay, K = {parts}: "
-            f"{shown(worst, lost, count=True)}."
-        )
-        question = "What do old gradients cost at a modest learning rate?"
-        negative = worst.mean > MOST_LOST
-        found.append(Answer(question=question, text=text, n=worst.n, negative=negative, details=details))
-    high = {(parts, rate): gap(results, parts, rate) for rate in HIGH for parts in EVERY[1:]}
-    measured = {point: ratio for point, ratio in high.items() if ratio.n}
-    if measured:
-        details = tuple(
-            f"{rate:g}: "
-            + ", ".join(f"{shown(ratio, lost)} (K = {parts})" for (parts, at), ratio in measured.items() if at == rate)
-            for rate in dict.fromkeys(rate for _, rate in measured)
-        )
-        parts, rate = max(measured, key=lambda point: measured[point].mean)
-        worst = measured[parts, rate]
-        text = (
-            f"Held-out loss against backpropagation with Adam at a constant {rate:g} after {STEPS} steps, K = {parts}: "
-            f"{shown(worst, lost, count=True)}."
-        )
-        question = "What do old gradients cost at high learning rates?"
-        negative = worst.mean > MOST_LOST
-        found.append(Answer(question=question, text=text, n=worst.n, negative=negative, details=details))
-    plain, new, stale = (by_seed(times(results, label), step_seconds) for label in TIMED)
-    gain = paired_ratio(new, stale)
-    if gain.n:
-        whole, ideal = (
-            by_seed(times(results, "plain"), partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS)
-        )
-        text = (
-            f"At K = {TIMED_PARTS} on {TIMED_PARTS - 1} ranks a step is {shown(gain, factor, count=True)} as fast as "
-            "the same ring's with new gradients."
-        )
-        details = (
-            f"It is {shown(paired_ratio(plain, stale), factor)} as fast as one process's.",
-            f"(T_F + T_B) / (T_F + T_B / K) is {shown(paired_ratio(whole, ideal), factor)}.",
-        )
-        question = "Is a step of a ring with old gradients faster?"
-        slow = gain.mean < LEAST_GAINED
-        # One pair on a busy machine shows nothing.
-        found.append(Answer(question, text, gain.n, negative=slow, undecided=gain.n == 1, details=details))
-    return found
-
-
 def nats(value: float) -> str:
     """Return a loss."""
     return f"{value:.3f}"
@@ -190,50 +132,54 @@ def lost(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def tables(results: Results) -> list[Table]:
-    """Return losses by modules and learning rate, and seconds of a step beside the prediction."""
-    found, rows = [], []
-    for parts in EVERY:
+def loss_table(results: Results) -> str:
+    """Return losses by modules and learning rate."""
+    rows = []
+    for parts in PARTS:
         cells = [shown(of_seeds(losses(results, parts, rate)), nats) for rate in RATES]
-        if any(cell != "not measured" for cell in cells):
-            ratios = [shown(gap(results, parts, rate), lost) if parts > 1 else "-" for rate in RATES]
-            rows.append((str(parts), *(text for pair in zip(cells, ratios, strict=True) for text in pair)))
-    if rows:
-        columns = ("Modules", *(text for rate in RATES for text in (f"Loss, Adam {rate:g}", "Against 1")))
-        found.append(Table(title="Held-out loss of a ring, nats a character", columns=columns, rows=tuple(rows)))
+        ratios = [shown(gap(results, parts, rate), lost) if parts > 1 else "-" for rate in RATES]
+        rows.append((str(parts), *(text for pair in zip(cells, ratios, strict=True) for text in pair)))
+    columns = ("Modules", *(text for rate in RATES for text in (f"Loss, Adam {rate:g}", "Against 1")))
+    return Table(columns=columns, rows=tuple(rows)).to_text()
+
+
+def step_table(results: Results) -> str:
+    """Return seconds of a step beside the prediction."""
     plain = times(results, "plain")
-    if plain and times(results, "stale"):
-        whole, ideal = (
-            mean_interval([predicted_seconds(run, parts=parts) for run in plain]) for parts in (1, TIMED_PARTS)
-        )
-        told = [("one process", "plain", "-"), ("ring, new gradients", "new", milliseconds(whole.mean))]
-        told.append(("ring, old gradients", "stale", milliseconds(ideal.mean)))
-        rows = [
-            (name, shown(mean_interval([step_seconds(run) for run in times(results, label)]), milliseconds), expected)
-            for name, label, expected in told
-        ]
-        columns = ("Run", "Step", "By the clock of one process")
-        found.append(Table(title=f"Seconds of a step, K = {TIMED_PARTS}", columns=columns, rows=tuple(rows)))
-    return found
+    whole, ideal = (mean_interval([predicted_seconds(run, parts=parts) for run in plain]) for parts in (1, TIMED_PARTS))
+    told = [("one process", "plain", "-"), ("ring, new gradients", "new", milliseconds(whole.mean))]
+    told.append(("ring, old gradients", "stale", milliseconds(ideal.mean)))
+    rows = [
+        (name, shown(mean_interval([step_seconds(run) for run in times(results, label)]), milliseconds), expected)
+        for name, label, expected in told
+    ]
+    return Table(columns=("Run", "Step", "By the clock of one process"), rows=tuple(rows)).to_text()
 
 
-def milliseconds(value: float) -> str:
-    """Return seconds in thousandths."""
-    return f"{1000 * value:.0f} ms"
-
-
-def drawings(results: Results) -> list[Drawing]:
-    """Return the loss over the modules, a line for each learning rate."""
-    lines = []
-    for rate, colour in zip(RATES, OTHERS):
-        points = {parts: of_seeds(losses(results, parts, rate)) for parts in EVERY if losses(results, parts, rate)}
-        if points:
-            lines.append(Line(label=f"Adam, {rate:g}", points=points, colour=colour))
-    if not lines:
-        return []
-    figure: Figure = line_chart(lines, x="modules K", y="held-out loss (nats a character)", from_zero=False)
-    caption = (
-        f"Held-out loss of a ring of K modules after {STEPS} steps, with {MODEST:g} after {MODEST_STEPS}; K = 1 is "
-        "backpropagation."
+def words(results: Results) -> Words:
+    plain, new, stale = (by_seed(times(results, label), step_seconds) for label in TIMED)
+    whole, ideal = (
+        by_seed(times(results, "plain"), partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS)
     )
-    return [Drawing(name="ring-loss", caption=caption, figure=figure)]
+    return {
+        "high": HIGH,
+        "lost": lambda parts, rate=MODEST, n=False: shown(gap(results, parts, rate), lost, count=n),
+        "gain": paired_ratio(new, stale),
+        "over_one": paired_ratio(plain, stale),
+        "ideal": paired_ratio(whole, ideal),
+        "losses": loss_table(results),
+        "steps": step_table(results),
+    }
+
+
+def chart(results: Results) -> Figure:
+    """Return the loss over the modules, a line for each learning rate."""
+    lines = [
+        Line(
+            label=f"Adam, {rate:g}",
+            points={parts: of_seeds(losses(results, parts, rate)) for parts in PARTS},
+            colour=colour,
+        )
+        for rate, colour in zip(RATES, OTHERS)
+    ]
+    return line_chart(lines, x="modules K", y="held-out loss (nats a character)", from_zero=False)

@@ -15,8 +15,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import FIGURE_WIDTH, LEGEND_COLUMNS, OTHERS, set_log_scale
-from analysis.sweeps.experiment import Answer, Drawing
 from analysis.sweeps.launching import bits_per_second
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import (
@@ -46,8 +46,6 @@ KINDS = ("low-rank", "local-sgd", "subnets")
 MANY, MANY_WAYS = 4, ("replicas", "local-sgd-10", "subnets-10")
 """Ranks, and what is tried on so many too."""
 NETWORKS = {"200 Mbit/s": "200mbit", "1 Gbit/s": "1gbit"}
-FEW_BYTES = 0.1
-"""Of the replicas' bytes, in which subnets are to be as accurate."""
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
@@ -84,8 +82,7 @@ def label_of(way: str, ranks: int) -> str:
 
 def kept(results: Results, way: str, ranks: int) -> list[Run]:
     """Return the kept runs of a way."""
-    label = label_of(way, ranks)
-    return results.runs_of(label) if results.of(label) else []
+    return results.runs_of(label_of(way, ranks))
 
 
 def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
@@ -143,90 +140,44 @@ def against_replicas(results: Results, way: str, ranks: int) -> tuple[Interval, 
     return paired_ratio(reached, {seed: sent for seed, (_, sent) in targets.items()}), len(reached), len(runs)
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return how many bytes subnets and local SGD need, and how accurate they get."""
-    return [*of_subnets(results), *of_local_sgd(results)]
-
-
-def of_subnets(results: Results) -> list[Answer]:
-    """Return what subnets save, on each number of ranks."""
-    found = []
-    for ranks in (2, MANY):
-        ratio, reached, runs = against_replicas(results, "subnets-10", ranks)
-        if runs:
-            text, details = reach(ratio, reached, runs), changes(results, "subnets", ranks)
-            question = f"What do subnets of a perceptron save on {ranks} ranks?"
-            fails = reached < runs or ratio.mean > FEW_BYTES
-            found.append(Answer(question=question, text=text, n=runs, negative=fails, details=details))
-    return found
-
-
-def of_local_sgd(results: Results) -> list[Answer]:
-    """Return what local SGD costs and saves on two ranks."""
-    ratio, reached, runs = against_replicas(results, "local-sgd-10", 2)
-    if not runs:
-        return []
-    text, details = reach(ratio, reached, runs), changes(results, "local-sgd", 2)
-    question = "What does local SGD of a perceptron save on 2 ranks?"
-    return [Answer(question=question, text=text, n=runs, negative=not reached, details=details)]
-
-
-def reach(ratio: Interval, reached: int, runs: int) -> str:
+def reach(results: Results, way: str, ranks: int) -> str:
     """Return how many runs reach the replicas' best accuracy, and with which part of their bytes."""
+    ratio, reached, runs = against_replicas(results, way, ranks)
     part = f", with {shown(ratio, percent)} of the bytes that these sent until then" if reached else ""
     return f"With rounds of 10 steps {reached} of {runs} runs reach the replicas' best accuracy{part}."
 
 
-def changes(results: Results, kind: str, ranks: int) -> tuple[str, ...]:
-    """Return the best accuracy of all rounds of a kind against the replicas' best."""
-    theirs = by_seed(kept(results, "replicas", ranks), lambda run: best(run)[0])
-    told = []
-    for steps in ROUNDS:
-        own = by_seed(kept(results, f"{kind}-{steps}", ranks), lambda run: best(run)[0])
-        if own:
-            told.append(f"{shown(paired_difference(own, theirs), signed_points)} with J = {steps}")
-    return f"Best accuracy against theirs ({shown(of_seeds(theirs), percent)}):", *told
+def bests(results: Results, way: str, ranks: int) -> dict[int, float]:
+    """Return the best accuracy of each run."""
+    return by_seed(kept(results, way, ranks), lambda run: best(run)[0])
 
 
-def tables(results: Results) -> list[Table]:
-    """Return accuracy, bytes and seconds of all ways, and what a round of subnets touches and sends."""
-    ways, rounds = [], []
-    for ranks in (2, MANY):
-        for way in WAYS:
-            runs = kept(results, way, ranks)
-            if not runs:
-                continue
-            sent = mean_interval([sent_bytes(run) for run in runs]).mean
-            ratio, reached, number = against_replicas(results, way, ranks)
-            ways.append(
-                (
-                    f"{way}, {ranks} ranks",
-                    shown(of_seeds(by_seed(runs, lambda run: best(run)[0])), percent),
-                    shown(results.mean(label_of(way, ranks), "test_accuracy"), percent),
-                    megabytes(sent),
-                    f"{shown(ratio, percent)}, {reached} of {number}" if reached else f"never, 0 of {number}",
-                    *(seconds(sent / ranks * 8 / bits_per_second(rate)) for rate in NETWORKS.values()),
-                    shown(mean_interval([run.summary["cpu_seconds"] for run in runs if run.summary]), seconds),
-                )
+def made() -> list[tuple[str, int]]:
+    """Return ways and numbers of ranks."""
+    return [*((way, 2) for way in WAYS), *((way, MANY) for way in MANY_WAYS)]
+
+
+def table(results: Results) -> str:
+    """Return accuracy, bytes and seconds of all ways."""
+    rows = []
+    for way, ranks in made():
+        runs = kept(results, way, ranks)
+        sent = mean_interval([sent_bytes(run) for run in runs]).mean
+        ratio, reached, number = against_replicas(results, way, ranks)
+        rows.append(
+            (
+                f"{way}, {ranks} ranks",
+                shown(of_seeds(bests(results, way, ranks)), percent),
+                shown(results.mean(label_of(way, ranks), "test_accuracy"), percent),
+                megabytes(sent),
+                f"{shown(ratio, percent)}, {reached} of {number}" if reached else f"never, 0 of {number}",
+                *(seconds(sent / ranks * 8 / bits_per_second(rate)) for rate in NETWORKS.values()),
+                shown(mean_interval([(run.summary or {})["cpu_seconds"] for run in runs]), seconds),
             )
-            if way.startswith("subnets"):
-                rounds.append(round_of(runs[0], f"{way}, {ranks} ranks"))
-    found = []
-    if ways:
-        columns = (
-            "Run",
-            "Best accuracy",
-            "Last accuracy",
-            "Sent by all ranks",
-            "Of the replicas' bytes, until their best",
-            *(f"Model: bytes at {name}" for name in NETWORKS),
-            "Processor, rank 0",
         )
-        found.append(Table(title="A perceptron by bytes", columns=columns, rows=tuple(ways)))
-    if rounds:
-        columns = ("Run", "First matrix", "Between hidden layers", "Last matrix", "Sent", "As predicted")
-        found.append(Table(title="What a round of subnets touches", columns=columns, rows=tuple(rounds)))
-    return found
+    columns = ("Run", "Best accuracy", "Last accuracy", "Sent by all ranks", "Of the replicas' bytes, until their best")
+    more = (*(f"Model: bytes at {name}" for name in NETWORKS), "Processor, rank 0")
+    return Table(columns=(*columns, *more), rows=tuple(rows)).to_text()
 
 
 def round_of(run: Run, name: str) -> tuple[str, ...]:
@@ -238,11 +189,24 @@ def round_of(run: Run, name: str) -> tuple[str, ...]:
     return (name, *(percent(told["touched"][each]) for each in matrices), megabytes(sum(sent.values())), fits)
 
 
-def drawings(results: Results) -> list[Drawing]:
+def words(results: Results) -> Words:
+    subnets = [(way, ranks) for way, ranks in made() if way.startswith("subnets")]
+    rounds = tuple(round_of(kept(results, *each)[0], f"{each[0]}, {each[1]} ranks") for each in subnets)
+    columns = ("Run", "First matrix", "Between hidden layers", "Last matrix", "Sent", "As predicted")
+    return {
+        "reach": lambda way, ranks: reach(results, way, ranks),
+        "theirs": lambda ranks: shown(of_seeds(bests(results, "replicas", ranks)), percent),
+        "change": lambda way, ranks: shown(
+            paired_difference(bests(results, way, ranks), bests(results, "replicas", ranks)), signed_points
+        ),
+        "table": table(results),
+        "rounds": Table(columns=columns, rows=rounds).to_text(),
+    }
+
+
+def chart(results: Results) -> Figure:
     """Return accuracy against bytes on two ranks, all epochs of a way a line."""
-    ways = [way for way in WAYS if kept(results, way, 2) and not way.endswith(f"-{ROUNDS[-1]}")]
-    if not ways:
-        return []
+    ways = [way for way in WAYS if not way.endswith(f"-{ROUNDS[-1]}")]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         axes = figure.add_subplot()
@@ -263,8 +227,4 @@ def drawings(results: Results) -> list[Drawing]:
         axes.set(xlabel="sent by all ranks (MB)", ylabel="best test accuracy so far (%)")
         set_log_scale(axes)
         figure.legend(loc="outside upper left", ncols=LEGEND_COLUMNS)
-    caption = (
-        "Best test accuracy so far of a perceptron on two ranks against the bytes that all ranks have sent; rounds of "
-        f"{ROUNDS[-1]} steps are in the table."
-    )
-    return [Drawing(name="perceptron-bytes", caption=caption, figure=figure)]
+        return figure

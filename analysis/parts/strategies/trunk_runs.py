@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from analysis.sweeps.experiment import Answer
+from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
@@ -26,7 +26,6 @@ BATCH = 32
 STEPS, HEAVY_STEPS = 120, 40
 BATCHES = (8, 16, 64, 128)
 LABELS = ("ride", "direct", "replay")
-WAYS = {"ride": "with the activations", "direct": "from rank 0 to each", "replay": "read again by each rank"}
 BACKWARD_OF_HEAD = 1.5
 """A head's forward pass is taken for half of its backward pass, which alone has a clock."""
 
@@ -78,24 +77,19 @@ def samples(steps: int) -> int:
 
 
 def runs_with(results: Results, label: str) -> list[Run]:
-    """Return the kept runs of a label that tell of a trunk."""
-    return [run for run in results.runs_of(f"trunk-{label}") if trunk_of(run)] if results.of(f"trunk-{label}") else []
+    """Return the kept runs of a label."""
+    return results.runs_of(f"trunk-{label}")
 
 
 def trunk_of(run: Run) -> dict[str, Any]:
     """Return what a run's summary tells of its trunk."""
-    found: dict[str, Any] = (run.summary or {}).get("trunk") or {}
+    found: dict[str, Any] = (run.summary or {})["trunk"]
     return found
 
 
 def cpu_seconds(run: Run) -> float:
     """Return the processor seconds of all ranks in training."""
     return float(sum(trunk_of(run)["cpu_seconds"]))
-
-
-def labels_of(results: Results) -> list[str]:
-    """Return the labels that there are, without what they begin with."""
-    return [label.removeprefix("trunk-") for label in results.labels if label.startswith("trunk-")]
 
 
 def predicted_bytes(run: Run) -> dict[str, int]:
@@ -151,84 +145,46 @@ def memory_ratios(results: Results, suffix: str = "") -> str:
     return ", ".join(shown(ratio, factor) for ratio in each)
 
 
-def answers(results: Results) -> list[Answer]:
-    """Return what is said of shared trunks."""
-    found = []
-    for suffix, heads in (("", "linear heads"), ("-heavy", "heads of a stage and a last layer")):
-        if runs_with(results, f"whole{suffix}") and runs_with(results, f"split{suffix}"):
-            time = results.gain(f"trunk-whole{suffix}", f"trunk-split{suffix}")
-            predicted, processor = predicted_ratio(results, suffix), cpu_ratio(results, suffix)
-            text = f"{shown(time, factor, count=True)} of the time of whole trunks."
-            details = (
-                f"Predicted: {shown(predicted, factor)} of their time.",
-                f"{shown(processor, factor)} of their processor seconds.",
-                f"Peak memory by rank: {memory_ratios(results, suffix)} of theirs.",
-            )
-            slower = time.n > 1 and time.low > 1
-            found.append(
-                Answer(
-                    question=f"What do three models with {heads} on one trunk cost?",
-                    text=text,
-                    n=time.n,
-                    negative=slower,
-                    details=details,
-                )
-            )
-    told = [(way, runs_with(results, "split" if way == "replay" else f"labels-{way}")) for way in LABELS]
-    if all(runs for _, runs in told):
-        parts = [
-            f"{WAYS[way]} (`--labels {way}`) {trunk_of(runs[0])['wire_bytes']['labels']} bytes, "
-            f"{shown(mean_interval([r.train_seconds for r in runs]), seconds)}"
-            for way, runs in told
-        ]
-        fewest, runs = min(told, key=lambda each: int(trunk_of(each[1][0])["wire_bytes"]["labels"]))
-        taken = shown(mean_interval([run.train_seconds for run in runs]), seconds, count=True)
-        text = f"{WAYS[fewest].capitalize()} (`--labels {fewest}`) sends the fewest bytes, and trains in {taken}."
-        question = "How should labels reach the models?"
-        found.append(Answer(question=question, text=text, n=len(told[0][1]), details=tuple(parts)))
-    for run in runs_with(results, "cached"):
-        sums = [sum(line["trunk"]["wire_bytes"].values()) for line in run.metrics]
-        sent = [now - before for before, now in zip([0, *sums], sums)]
-        text = f"{sent[0]} bytes in the first epoch, then {', '.join(map(str, sent[1:]))}."
-        found.append(Answer(question="What does a cached trunk send?", text=text, n=1, negative=any(sent[1:])))
-    return found
-
-
-def tables(results: Results) -> list[Table]:
+def table(results: Results) -> str:
     """Return every kind of run with what it took and sent."""
     rows = []
-    for label in labels_of(results):
-        for run in runs_with(results, label)[:1]:
-            trunk, of = trunk_of(run), runs_with(results, label)
-            sent = trunk["wire_bytes"]
-            split = trunk["mode"] == "split" and run.settings["cache"] == "off"
-            fits = "-" if not split else "yes" if sent == predicted_bytes(run) else "NO"
-            rows.append(
-                (
-                    label,
-                    shown(mean_interval([r.train_seconds for r in of]), seconds),
-                    shown(mean_interval([cpu_seconds(r) for r in of]), seconds),
-                    shown(mean_interval([max(trunk_of(r)["wait_seconds"]) for r in of]), seconds),
-                    " ".join(megabytes(number) for number in trunk["trunk_bytes"]),
-                    " ".join(f"{number:.1f} s" for number in trunk.get("forward_seconds", [])),
-                    *(
-                        " ".join(megabytes(number) for number in told["peak_memory_bytes"])
-                        for told in (run.metrics[-1]["trunk"], trunk)
-                    ),
-                    megabytes(sum(sent.values())),
-                    fits,
-                )
+    for label in (label.removeprefix("trunk-") for label in results.labels if label.startswith("trunk-")):
+        of = runs_with(results, label)
+        run, trunk = of[0], trunk_of(of[0])
+        sent = trunk["wire_bytes"]
+        split = trunk["mode"] == "split" and run.settings["cache"] == "off"
+        peaks = (run.metrics[-1]["trunk"]["peak_memory_bytes"], trunk["peak_memory_bytes"])
+        rows.append(
+            (
+                label,
+                shown(mean_interval([r.train_seconds for r in of]), seconds),
+                shown(mean_interval([cpu_seconds(r) for r in of]), seconds),
+                shown(mean_interval([max(trunk_of(r)["wait_seconds"]) for r in of]), seconds),
+                " ".join(map(megabytes, trunk["trunk_bytes"])),
+                " ".join(f"{number:.1f} s" for number in trunk.get("forward_seconds", [])),
+                *(" ".join(map(megabytes, each)) for each in peaks),
+                megabytes(sum(sent.values())),
+                "-" if not split else "yes" if sent == predicted_bytes(run) else "NO",
             )
-    columns = (
-        "Run",
-        "Training time",
-        "Processor, all ranks",
-        "Longest wait",
-        "Trunk by rank",
-        "Forward by rank",
-        "Peak memory by rank, training",
-        "And to the end",
-        "Sent",
-        "As predicted",
-    )
-    return [Table(title="Three models on one trunk", columns=columns, rows=tuple(rows))] if rows else []
+        )
+    columns = ("Run", "Training time", "Processor, all ranks", "Longest wait", "Trunk by rank", "Forward by rank")
+    more = ("Peak memory by rank, training", "And to the end", "Sent", "As predicted")
+    return Table(columns=(*columns, *more), rows=tuple(rows)).to_text()
+
+
+def words(results: Results) -> Words:
+    def labels(way: str) -> tuple[int, Interval]:
+        runs = runs_with(results, "split" if way == "replay" else f"labels-{way}")
+        return trunk_of(runs[0])["wire_bytes"]["labels"], mean_interval([run.train_seconds for run in runs])
+
+    (cached,) = runs_with(results, "cached")
+    sums = [sum(line["trunk"]["wire_bytes"].values()) for line in cached.metrics]
+    return {
+        "time": lambda suffix: results.ratio(f"trunk-whole{suffix}", f"trunk-split{suffix}"),
+        "predicted": lambda suffix: predicted_ratio(results, suffix),
+        "processor": lambda suffix: cpu_ratio(results, suffix),
+        "memory": lambda suffix: memory_ratios(results, suffix),
+        "labels": labels,
+        "silent": [now - before for before, now in zip([0, *sums], sums)],
+        "table": table(results),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.sweeps import experiment, sweep
+from analysis.sweeps import pages, sweep
 from tests.single.analysis.runs_material import made_up
 
 
@@ -30,4 +30,4 @@ def no_training(launches: list[str]) -> None:
 @pytest.fixture
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are drawn but not written, which takes most of the time."""
-    monkeypatch.setattr(experiment, "save_figure", lambda figure, path: None)
+    monkeypatch.setattr(pages, "save_figure", lambda figure, path: None)

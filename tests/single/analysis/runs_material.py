@@ -9,7 +9,7 @@ from typing import Any
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import PlannedRun, Preset
-from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import carry_out
 from tests.single.report.run_directories import vote, write_run
 
@@ -58,4 +58,4 @@ def a_vote(ranks: int, seed: int) -> dict[str, Any]:
 def carried_out(experiment: Experiment, preset: Preset, folder: Path) -> Results:
     """Runs the whole experiment with `made_up` in place of training; the caller has put it there."""
     assert carry_out(experiment, preset, Site(work=folder / "work"), root=folder / "results") == 0
-    return open_results(folder / "results", experiment.name, experiment.reference)
+    return experiment.open(folder / "results")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import mmap
 import shutil
@@ -12,18 +11,15 @@ from typing import Any
 import pytest
 
 from analysis import cache_benefit
-from analysis.parts import cached_commands, read_rates, readme
-from analysis.parts.cached_commands import ALONE, AUTO, OFF, ON, SHARED, STATIC, SWEPT, VOTED, Sweep
-from analysis.parts.read_tables import READS, Reads
+from analysis.cache_benefit import ALONE, AUTO, OFF, ON, READS, SHARED, STATIC, SWEPT, VOTED, Reads, Sweep
+from analysis.parts import read_rates
 from analysis.sweeps import launching, sweep
-from analysis.sweeps.experiment import MOST_WORDS
-from analysis.sweeps.kept import KeptRuns, publish
 from analysis.sweeps.launching import Site, flags_of
 from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
 from analysis.sweeps.results import Results
 from hvfreeze.errors import RefusedError
 from hvfreeze.report.tables import to_csv
-from tests.single.analysis.runs_material import carried_out, made_up
+from tests.single.analysis.runs_material import made_up
 
 EARLIER = 8.0
 """Seconds that a cache saves of every command of 20, of which 15 are training."""
@@ -32,7 +28,7 @@ EARLIER = 8.0
 def row(run: PlannedRun) -> dict[str, Any]:
     """A row as such a run might have: the first of a sweep saves less, and seeds differ in speed alike both ways."""
     cached = run.flags.get("cache", "off") != "off"
-    first = run.label.endswith(f"-lr{cached_commands.LEARNING_RATES[0]:g}-{SHARED}")
+    first = run.label.endswith(f"-lr{cache_benefit.LEARNING_RATES[0]:g}-{SHARED}")
     saved, slower = (EARLIER / 2 if first else EARLIER) * cached, 1 + 0.1 * run.seed
     return {
         "run": run.name,
@@ -84,61 +80,22 @@ def test_runs_of_a_pair_differ_in_the_cache_alone_and_views_come_again_three_tim
 
 def test_gains_errors_and_totals_are_taken_within_pairs(tmp_path: Path) -> None:
     found = results(tmp_path)
-    assert cached_commands.gain(found, STATIC[0]).mean == pytest.approx(20 / 12)
-    assert cached_commands.gain(found, STATIC[0], column="train_seconds").mean == pytest.approx(15 / 7)
-    assert cached_commands.gain(found, STATIC[0]).n == 6
-    error = cached_commands.plan_error(found, STATIC[0])
+    assert cache_benefit.gain(found, STATIC[0]).mean == pytest.approx(20 / 12)
+    assert cache_benefit.gain(found, STATIC[0], column="train_seconds").mean == pytest.approx(15 / 7)
+    assert cache_benefit.gain(found, STATIC[0]).n == 6
+    error = cache_benefit.plan_error(found, STATIC[0])
     assert (error.mean, error.n) == (pytest.approx(2.0), 6)
-    swept = Sweep.of(found, SWEPT[0])
-    assert swept.rates == cached_commands.LEARNING_RATES
+    swept = Sweep(found, SWEPT[0])
     assert (sum(swept.alone), sum(swept.shared)) == (pytest.approx(200), pytest.approx(16 + 9 * 12))
     assert (swept.gain, swept.later_gain.mean, swept.later_gain.n) == (200 / 124, pytest.approx(20 / 12), 9)
-    assert cached_commands.same_bits(found, swept.pairs()) == (10, 0)
+    assert swept.equal
     other = results(tmp_path, {"parameter_digest": "other"}, of=SWEPT[0].label(SHARED, 0.02))
-    assert cached_commands.same_bits(other, swept.pairs()) == (9, 1)
-    assert any("1 of 10 models differ" in detail for detail in cached_commands.answers(other)[0].details)
-
-
-def test_the_first_answer_says_by_how_much_when_and_when_not(tmp_path: Path) -> None:
-    setting = STATIC[0]
-    first = cached_commands.answers(results(tmp_path))[0]
-    assert not first.negative and first.n == 4
-    assert first.text.startswith("10 learning rates tried on one shared cache are 1.61x as fast in all, 1.67x")
-    assert "1.61x as fast, 1.25x the first, 1.67x" in first.details[0]
-    assert not any("no gain" in detail for detail in first.details)
-    for answer in cached_commands.answers(results(tmp_path)):
-        assert len(answer.text.split()) <= MOST_WORDS
-    slow = cached_commands.answers(results(tmp_path, {"whole_seconds": 40.0}, of=setting.label(ON)))[0]
-    told = f"In one run no gain is shown: {setting.words}"
-    assert slow.negative and any(told in detail for detail in slow.details)
-    assert cached_commands.answers(Results(tmp_path)) == []
-
-
-def test_a_cut_off_experiment_is_told_as_far_as_it_went(tmp_path: Path) -> None:
-    whole = results(tmp_path)
-    for end in (1, 3, 45, 70):
-        some = dataclasses.replace(whole, rows=whole.rows[:end])
-        cached_commands.answers(some), cached_commands.in_brief(some), cache_benefit.drawings(some)
-        assert len(cached_commands.sweeps(some)) == (end > 3) + (end > 40 - 17)
+    assert not Sweep(other, SWEPT[0]).equal
 
 
 def test_figures_have_six_lines_at_most(tmp_path: Path) -> None:
-    for drawing in cache_benefit.drawings(results(tmp_path)):
-        assert 2 <= len(drawing.figure.axes[0].get_legend_handles_labels()[1]) <= 6
-
-
-@pytest.mark.usefixtures("no_training", "no_files")
-def test_the_experiment_is_carried_out_and_written_up(tmp_path: Path) -> None:
-    publish(tmp_path / "results" / cached_commands.NAME / READS, to_csv(reads()))
-    found = carried_out(cache_benefit.EXPERIMENT, SMOKE, tmp_path)
-    assert all(line["whole_seconds"] > 0 for line in KeptRuns(found.directory).lines.values())
-    assert all(each["whole_seconds"] > 0 for each in found.rows)
-    page = (found.directory / "README.md").read_text()
-    assert "**How fast are rows read?**" in page and "--cache-dir shared-px128-cut5" in page
-    assert str(tmp_path) not in page + (found.directory / "runs.jsonl").read_text()
-    guide = readme.cache_pays(tmp_path / "results")
-    assert "- 2 learning rates on one `--cache-dir`" in guide and "learning-rates.svg" in guide
-    assert readme.cache_pays(tmp_path) == readme.of_commands(tmp_path) == ""
+    for figure in cache_benefit.drawings(results(tmp_path)).values():
+        assert 2 <= len(figure.axes[0].get_legend_handles_labels()[1]) <= 6
 
 
 @pytest.mark.usefixtures("no_files")
@@ -197,15 +154,14 @@ def reads() -> list[dict[str, Any]]:
 
 
 def test_reads_are_told_by_ranks_cold_and_warm(tmp_path: Path) -> None:
-    assert not Reads.of(tmp_path).rows
     (tmp_path / READS).write_text(to_csv(reads()))
-    found = Reads.of(tmp_path)
-    assert found.cases() == [("2048", "1"), ("2048", "2")]
-    assert (found.rate("2048", "2", "warm").mean, found.count()) == (1_000_001, 3)
-    assert found.text() == (
-        "Thousand rows a second of all ranks, cold and warm: of 2 KB: 1 rank 50 and 500, 2 ranks 100 and 1000."
-    )
-    assert found.table().rows[1][4:] == ("205", "2048", "2.0 %")
+    found = Reads(tmp_path)
+    assert (found.rate(2, 2, "warm").mean, found.rate(2, 2, "warm").n) == (1_000_001, 3)
+    assert found.table().splitlines()[3].split(" | ")[4:] == [
+        "        205",
+        "       2048",
+        "                            2.0 % |",
+    ]
 
 
 def test_dropped_pages_are_not_in_memory_though_this_process_has_them_mapped(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from analysis import cores
-from analysis.parts import copies, core_pages, pinned
+from analysis.parts import copies, pinned
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.errors import UsageError
-from tests.single.analysis.test_results import recorded
 
 
 def test_a_rank_has_the_first_thread_of_a_core_of_its_own(
@@ -39,7 +38,7 @@ def test_a_rank_has_the_first_thread_of_a_core_of_its_own(
 
 def test_ranks_share_one_batch_or_have_one_each_and_the_most_come_first() -> None:
     planned = cores.runs(replace(REDUCED, ranks=12, seeds=(0,)))
-    sizes = {way: [run.ranks for run in planned if run.label.startswith(way)] for way in core_pages.WAYS}
+    sizes = {way: [run.ranks for run in planned if run.label.startswith(way)] for way in cores.WAYS}
     assert sizes["full"] == sizes["weak"] == [12, 8, 4, 2, 1] and sizes["copies"] == [12]
     for run in planned:
         images, batch = run.flags["train_samples"], run.flags.get("batch_size")
@@ -70,22 +69,3 @@ def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch:
         assert copies.train(["train", "--run-dir", str(tmp_path), "--resume"]) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["copies"] == [[50.0, 51.0], [40.0, 41.0]]
     assert not (tmp_path / "copy1").exists()
-
-
-def test_the_kept_runs_say_where_more_cores_are_slower_and_what_mpi_takes() -> None:
-    results = recorded("cores")
-    full, frozen, solved, weak = core_pages.answers(results)
-    assert full.negative and frozen.negative and solved.negative and not weak.negative
-    assert all(answer.n == 1 for answer in (full, frozen, solved, weak))
-    (row,) = results.of("copies-16x")
-    each = core_pages.copy_rates(results, row)
-    assert len(each) == 16 and core_pages.rate(results, row) == pytest.approx(sum(each))
-    # Against one rank alone, not against a copy.
-    assert core_pages.gain(results, "copies", 16, 1).mean == pytest.approx(
-        sum(each) / core_pages.rates(results, "weak", 1)[0]
-    )
-    (table,) = core_pages.tables(results)
-    cells = {row[:2]: row for row in table.rows}
-    assert " and " in cells[core_pages.WAYS["full"], "8"][2]
-    assert cells[core_pages.WAYS["frozen"], "2"][3:5] == ("1.00x", "100 %")
-    assert cells[core_pages.WAYS["solved-many"], "16"][3:5] == ("", "")

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from analysis import criteria
-from analysis.sweeps.experiment import write_up
-from analysis.sweeps.kept import KeptRuns, write_rows
+from analysis.sweeps.kept import KeptRuns
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import Preset
-from analysis.sweeps.results import Results, open_results
+from analysis.sweeps.results import Results
 from tests.single.analysis.runs_material import made_up
 
 SEEDS = (0, 1)
@@ -35,8 +34,7 @@ def results_of(folder: Path, *, linear: float) -> Results:
             summary["test_accuracy"] = linear + 0.001 * run.seed
         path.write_text(json.dumps(summary))
         kept.keep(run_dir, run, source="abc")
-    write_rows(kept.directory, kept.rows([run.name for run in planned]))
-    return open_results(root, "criteria")
+    return criteria.EXPERIMENT.open(root)
 
 
 def test_work_counts_what_frozen_blocks_need_no_more(tmp_path: Path) -> None:
@@ -45,16 +43,5 @@ def test_work_counts_what_frozen_blocks_need_no_more(tmp_path: Path) -> None:
     assert criteria.work(run) == pytest.approx(len(run.metrics))
     frozen = results.runs["counting-linear-8-s0"]
     assert 0.75 < criteria.work(frozen) / len(frozen.metrics) < 1
-
-
-def test_an_answer_is_negative_where_a_schedule_is_ahead_at_equal_work(tmp_path: Path) -> None:
-    (answer,) = criteria.answers(results_of(tmp_path / "worse", linear=0.8))
-    assert not answer.negative and "Against nothing frozen +0.0 points" in answer.text
-    assert criteria.answers(results_of(tmp_path / "better", linear=0.95))[0].negative
-
-
-def test_the_page_says_what_was_frozen_too_early(tmp_path: Path) -> None:
-    results = results_of(tmp_path, linear=0.8)
-    write_up(criteria.EXPERIMENT, Preset(seeds=SEEDS), results, made=True)
-    page = (tmp_path / "results" / "criteria" / "README.md").read_text()
-    assert "too early: loses 9.9" in page
+    lost = criteria.row_of(results, "counting", "linear", 8)
+    assert lost[-1].startswith("too early: loses 9.9")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from analysis import growth
-from analysis.growth import PRESETS, Planned, missing
+from analysis.growth import AUTO, PRESETS, Planned, missing
 from analysis.parts import growth_rows
-from analysis.parts.growth_pages import AUTO, UNSTAMPED, growth_figure, readme, whole_commands
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, solve
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.rows import Chunk
@@ -44,39 +43,13 @@ def test_phases_are_told_apart_by_where_passes_are_counted_anew(monkeypatch: pyt
     assert found["points"] == 1 and (found["choice"], found["solution"]) == (2, 1)
 
 
-def test_a_head_is_solved_on_made_rows_and_told_on_a_page() -> None:
+def test_a_head_is_solved_on_made_rows_and_not_made_again() -> None:
     plan = Planned("made", 1_500, 1, 50)
     found = solve({"rows": 1_500, "classes": 5, "centres": 50, "memory_bytes": 10**9})
     assert found["converged"] and found["accuracy"] > 0.6 and found["centres"] == 50
     assert found["peak_bytes"] <= peak_memory_bytes() and sum(found["seconds"].values()) > 0
-    line = {**asdict(plan), **found, "peak_bytes": [found["peak_bytes"]], "command_seconds": 1.0, "commit": "abc"}
-    image = {**line, "kind": "images", "seconds": {"forward": 1.0, "evaluate": 2.0}, "centres_asked": None}
-    image |= {"way": AUTO, "accuracy": 0.8}
-    full = {**image, "way": "--freeze none", "accuracy": 0.82, "command_seconds": 4.0}
-    full["accuracy_for_both"] = 0.83
-    worse = {**full, "way": "--freeze none --lr 9", "accuracy": 0.1}
-    page = readme([{**line, "machine": "a machine"}, image, full, worse], preset="smoke")
-    assert f"- a machine; {UNSTAMPED}; source: abc" in page
-    assert "1,500 rows of 512 numbers, 1 rank" in page
-    many = [{**each, "rows": 50_000} for each in (image, full)]
-    assert "and 83.0 % by the mean of both answers." in readme(many, preset="smoke") and "both answers" not in page
-    assert "What it gains by both was not measured." in readme(many[:1], preset="smoke")
-    assert "against the best full fine-tuning -2.0 points in 0.25x the time" in page
-    assert whole_commands([image]) == "", "there is nothing beside it"
-    told = "| 1500 | `--freeze auto` | 82.0 % in 4.00 s | 80.0 % in 1.00 s | -2.0 points | 0.25x |"
-    assert whole_commands([image, full, worse]).splitlines()[2:] == [told]
-    [axes, _] = growth_figure([line, image, full, worse]).axes
-    assert len(axes.lines) == 2
     planned = [plan, Planned("made", 1_500, 2, 50)]
-    assert list(missing(planned, [line])) == planned[1:]
-
-
-def test_a_page_names_the_preset_that_has_its_rows() -> None:
-    for name, runs in PRESETS.items():
-        assert growth.preset_of([asdict(run) for run in runs]) == name
-    images = [asdict(Planned("images", 5_000, 2, way=AUTO))]
-    assert growth.preset_of(images) == "reduced"
-    assert growth.preset_of([*images, asdict(PRESETS["full"][-1])]) == "full"
+    assert list(missing(planned, [{**asdict(plan), **found}])) == planned[1:]
 
 
 def test_a_million_rows_leave_memory_for_the_solver_within_what_is_promised() -> None:

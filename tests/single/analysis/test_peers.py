@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from analysis import bench, growth, lp_ft, network, peers, step_costs
-from analysis.parts import machines
-from analysis.parts.peers import Cell, answers_of, best_rates, by_samples, cell_of, file_of, steps_of, summed, timed
-from analysis.parts.readme import COMPARISONS, milliseconds, ways
-from analysis.sweeps.kept import RESULTS
+from analysis import lp_ft, peers
+from analysis.parts.peers import (
+    Cell,
+    ahead,
+    best_rates,
+    by_samples,
+    cell_of,
+    file_of,
+    shortest,
+    steps_of,
+    summed,
+    timed,
+)
 from analysis.sweeps.presets import REDUCED
-from analysis.sweeps.results import Results, open_results
-from analysis.sweeps.sweep import SMOKE_RESULTS, plan
+from analysis.sweeps.results import Results
+from analysis.sweeps.sweep import plan
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import UsageError
 from tests.single.report.run_directories import write_run
@@ -83,7 +92,7 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
         "lr0.05-n5000-last-stage-e2",
     )
     read = {tmp_path / "peers": [tried(label, 0.9) for label in kept]}
-    monkeypatch.setattr(peers, "read_rows", read.__getitem__)
+    monkeypatch.setattr(peers, "KeptRuns", lambda path: SimpleNamespace(rows=lambda: read[path]))
     ground = peers.Ground(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers", like={16: 4})
     tries = {run.label for run in peers.runs(REDUCED, ground)}
     assert tries == {f"lr{lr:g}-n1000-full-e16" for lr in peers.LEARNING_RATES}
@@ -117,12 +126,11 @@ def row(label: str, seed: int, seconds: float, accuracy: float) -> dict[str, Any
 def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> None:
     made = (("full-e2", 10.0, 0.70), ("full-e4", 20.0, 0.80), ("exact-e1", 2.0, 0.797), ("voted-e4", 15.0, 0.72))
     rows = [row(f"n1000-{label}", seed, took, right) for seed in range(3) for label, took, right in made]
-    answer = answers_of(Results(Path(), rows))[0]
-    assert answer.text.startswith("linear head, solved comes within half a point of full fine-tuning's best 10.00x")
-    assert "Ahead of full fine-tuning trained for as many seconds: linear head, solved +9.7 points" in answer.details[1]
-    assert not answer.negative
-    (without,) = answers_of(Results(Path(), [each for each in rows if "exact" not in each["label"]]))
-    assert without.negative and without.text.startswith("No other way")
+    ((_, own),) = by_samples(Results(Path(), rows))
+    assert shortest(own, full=False) == "n1000-exact-e1"
+    assert "linear head, solved +9.7 points" in ahead(own)[0]
+    ((_, without),) = by_samples(Results(Path(), [each for each in rows if "exact" not in each["label"]]))
+    assert shortest(without, full=False) is None
 
 
 @pytest.mark.parametrize(
@@ -168,62 +176,12 @@ def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_s
     found = timed(Results(tmp_path / "peers", rows[:10]))
     once = found.mean("n5000-full-e4", "train_seconds")
     assert (once.mean, once.n) == (400.0, 3) and 300 < once.low < 380 < 420 < once.high < 530
-    assert found.time_text("n5000-full-e4") == timed(Results(tmp_path / "peers", rows)).time_text("n5000-full-e4")
-    same, other = (found.gain(label, "n5000-full-e4") for label in ("n5000-full-e2", "n5000-exact-e1"))
+    assert found.time("n5000-full-e4") == timed(Results(tmp_path / "peers", rows)).time("n5000-full-e4")
+    same, other = (found.ratio(label, "n5000-full-e4") for label in ("n5000-full-e2", "n5000-exact-e1"))
     assert (same.low, same.mean, same.high) == pytest.approx((2.0, 2.0, 2.0))
     assert (other.low / other.mean, other.high / other.mean) == pytest.approx((once.low / 400, once.high / 400))
-    assert found.mean("n5000-ddp-e4", "train_seconds").n == 1 and "to" not in found.time_text("n5000-ddp-e4")
-    assert found.time_text("n5000-exact-e1") == "3.00 s (3.00 to 3.00)"
-
-
-def test_steps_are_added_to_those_that_are_kept_each_with_its_source_and_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, old = file_of(tmp_path, 64), {"commit": "abc", "cores": 4, "seconds": {"1 ranks": {"live0": [1.0]}}}
-    path.parent.mkdir()
-    path.write_text(json.dumps(old))
-    monkeypatch.setattr(step_costs, "timed", lambda *_, **__: {"live0": [2.0]})
-    monkeypatch.setattr(step_costs, "commit", lambda: "def")
-    monkeypatch.setattr(step_costs, "facts", lambda: {"processor": "another", "cores": 2})
-    assert step_costs.main(["--image-size", "64", "--ranks", "2", "--results", str(tmp_path)]) == 0
-    kept = json.loads(path.read_text())
-    new = [f"2 ranks, batches of {rows}" for rows in step_costs.BATCH_SIZES]
-    assert kept["seconds"] == {"1 ranks": {"live0": [1.0]}, **{name: {"live0": [2.0]} for name in new}}
-    assert kept["stamps"] == {name: {"commit": "def", "processor": "another", "cores": 2} for name in new}
-    assert (kept["commit"], kept["cores"]) == ("abc", 4)
-    told = machines.table(tmp_path).splitlines()
-    assert [line.split(" | ")[:2] for line in told if "64px (1)" in line] == [["| None", "4"], ["| another", "2"]]
-
-
-def test_what_only_sees_that_everything_runs_leaves_the_results_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert step_costs.parse(["--quick"]).results == SMOKE_RESULTS and step_costs.parse([]).results == RESULTS
-    assert bench.parse(["--quick"]).out == bench.QUICK_OUT != bench.OUT == bench.parse([]).out
-    places: list[Path] = []
-    monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: places.append(out))
-    monkeypatch.setattr(growth, "kept", lambda path: places.append(path.parent) or [])
-    monkeypatch.setattr(growth, "follow", lambda command, log, *, timeout: log.write_text("") or 1)
-    assert [network.main(flags) for flags in (["--quick"], [], ["--quick", "--out", "x"])] == [0, 0, 0]
-    assert [growth.main(flags) for flags in (["--preset", "smoke"], [])] == [3, 3]
-    networks = [SMOKE_RESULTS / "network", RESULTS / "network", Path("x")]
-    assert places == [*networks, SMOKE_RESULTS / "growth", RESULTS / "growth"]
-    assert RESULTS not in SMOKE_RESULTS.resolve().parents
-
-
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_what_was_kept_has_times_and_the_pages_name_each_number_of_samples(name: str) -> None:
-    results, told = open_results(RESULTS, name), ways(RESULTS)
-    assert all(row["train_seconds"] > 0 for row in timed(results).rows)
-    for samples, own in by_samples(results):
-        assert any(cell_of(label).peer == "auto" for label in own.labels)
-        assert f"| [{samples} at {own.rows[0]['image_size']} pixels" in told
-        assert f"](analysis/results/{name}/README.md) | " in told
-
-
-def test_a_benchmark_tells_its_time_also_where_the_time_cap_ended_it() -> None:
-    told = "a step, cut 1, against the same by hand; 12.30 ms against 11.00 ms"
-    assert milliseconds(told) == milliseconds(f"{told}; the time cap ended it") == "12.30 ms"
+    assert found.mean("n5000-ddp-e4", "train_seconds").n == 1 and "to" not in found.time("n5000-ddp-e4")
+    assert found.time("n5000-exact-e1") == "3.00 s (3.00 to 3.00)"
 
 
 def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.experiments import EVERY
 from analysis.sweeps.kept import RESULTS
-from analysis.sweeps.results import Budget, Front, Results, best_lr, open_results
+from analysis.sweeps.results import Budget, Front, Results, best_lr
 
 
 def test_the_front_is_linear_between_budgets_and_flat_beyond() -> None:
@@ -41,14 +41,14 @@ def test_a_lead_over_the_front_is_taken_within_a_seed_at_the_pace_of_its_full_ru
     assert found.high - found.low == pytest.approx(0.0, abs=1e-9)
     assert Results(Path(), both, fronts[0], {0: fronts[0]}, "full").over_front("frozen").n == 1
     assert Results(Path(), both[1:], fronts[0], fronts, "full").over_front("frozen").n == 1
-    assert results.gain("frozen").mean == pytest.approx(4 / 3)
-    assert results.compared("frozen")[1:3] == ("1.33x (1.33 to 1.33)", "25.0 % (25.0 to 25.0)")
+    assert results.ratio("frozen").mean == pytest.approx(4 / 3)
+    assert (results.gain("frozen"), results.saved("frozen")) == ("1.33x (1.33 to 1.33)", "25.0 % (25.0 to 25.0)")
 
 
 def test_a_caption_counts_the_seeds_of_what_it_shows() -> None:
     found = [{"label": label, "seed": seed} for label, n in (("a", 3), ("b", 5), ("c", 4)) for seed in range(n)]
-    assert Results(Path(), found).count(["a"]) == "n = 3 seeds"
-    assert Results(Path(), found).spread(["a", "b", "c"]) == "mean and 95 % interval, n = 3 to 5 seeds"
+    assert Results(Path(), found).seeds(["a"]) == "n = 3 seeds"
+    assert Results(Path(), found).seeds() == "n = 3 to 5 seeds"
 
 
 def test_the_learning_rate_is_chosen_on_held_out_samples_by_the_mean() -> None:
@@ -59,8 +59,7 @@ def test_the_learning_rate_is_chosen_on_held_out_samples_by_the_mean() -> None:
 
 
 def recorded(name: str) -> Results:
-    experiment = next(each for each in EVERY if each.name == name)
-    return open_results(RESULTS, name, experiment.reference)
+    return next(each for each in EVERY if each.name == name).open(RESULTS)
 
 
 def test_runs_that_stored_nothing_are_not_called_cached() -> None:

@@ -62,7 +62,7 @@ def setting(
     """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`.
 
     `read_by` names, with spaces between, what a run must have for the setting to have an effect, as
-    `training/readers.py` knows it; `run` is what every run has. Where a run lacks one of these, who gave the setting is
+    `effects.py` knows it; `run` is what every run has. Where a run lacks one of these, who gave the setting is
     told.
 
     Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None. Where

@@ -36,6 +36,7 @@ from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
+from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -56,7 +57,6 @@ from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
-from hvfreeze.training.readers import Plan, without_effect
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips

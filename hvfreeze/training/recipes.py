@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hvfreeze.config.tree import Config
+from hvfreeze.effects import Stretch
 from hvfreeze.training.auto import auto, choose_way
 from hvfreeze.training.job import Job
-from hvfreeze.training.readers import Stretch
 from hvfreeze.training.stage_build import Part
 from hvfreeze.training.verb_settings import solving
 from hvfreeze.training.verbs import Run

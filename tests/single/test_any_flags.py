@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration, flag_of
 from hvfreeze.config.tree import Config, leaves
+from hvfreeze.effects import READERS
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
-from hvfreeze.training.readers import READERS
 from tests.program import Outcome, call
 
 FEW, MANY = 10, 2000

@@ -17,7 +17,7 @@ LEVELS = (
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),
-    ("strategies", "inference", "integration"),
+    ("strategies", "inference", "integration", "effects"),
     ("training",),
     ("cli",),
     ("__main__",),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import differing, from_dict
-from hvfreeze.training.readers import Plan, Stretch, without_effect
+from hvfreeze.effects import Plan, Stretch, without_effect
 
 
 def told(*, ranks: int = 2, replicas: int | None = None, batches: int = 20, **settings: Any) -> str:

@@ -38,7 +38,7 @@ class Normalisation:
         return f"images are normalised with mean {mean} and standard deviation {std}: {self.source}"
 
 
-def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module) -> Normalisation:
+def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module | None) -> Normalisation:
     """Return how a run normalises images: as it was told, as the weights were trained, or by the data's own values."""
     given = config.data.statistics()
     if given is not None:
@@ -55,7 +55,7 @@ def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module) -> N
     return Normalisation((image_set.mean, image_set.std), source)
 
 
-def trained_with(settings: ModelConfig, model: nn.Module) -> Normalisation | None:
+def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisation | None:
     """Return the mean and standard deviation that images had when the weights were trained, None where nobody says.
 
     In this order: the card that a run leaves beside its model, torchvision of its own weights, the configuration that
@@ -97,7 +97,7 @@ def configured_beside(path: Path) -> Statistics | None:
     return statistics_in(tree.get("pretrained_cfg")) if isinstance(tree, dict) else None
 
 
-def configured_in(model: nn.Module) -> Statistics | None:
+def configured_in(model: nn.Module | None) -> Statistics | None:
     """Return mean and standard deviation in the configuration of a model that timm has made; None of any other."""
     return statistics_in(getattr(model, "pretrained_cfg", None))
 

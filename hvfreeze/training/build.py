@@ -199,7 +199,7 @@ def assemble(
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
-    feed, evaluated, notes = load_share(config, world, corpus, chain.model, replica=replica, rows=rows)
+    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows, model=chain.model)
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None:
@@ -308,7 +308,7 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
 
 
 def load_share(
-    config: Config, world: World, corpus: Corpus, model: nn.Module, *, replica: int, rows: int
+    config: Config, world: World, corpus: Corpus, *, replica: int, rows: int, model: nn.Module | None = None
 ) -> tuple[TrainFeed, Inputs, list[str]]:
     """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
 
@@ -326,8 +326,7 @@ def load_share(
     found = raise_on_all_ranks(
         world, lambda: normalisation_of(config, corpus.train, model) if world.rank == 0 else None, name="statistics"
     )
-    normalisation = world.broadcast_object(found, name="statistics.of_rank_0")
-    assert normalisation is not None
+    statistics = world.broadcast_object(None if found is None else found.statistics, name="statistics.of_rank_0")
 
     def load() -> tuple[TrainFeed, Inputs] | None:
         try:
@@ -337,7 +336,7 @@ def load_share(
                 seed=config.data_seed,
                 replica=replica,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
-                statistics=normalisation.statistics,
+                statistics=statistics,
                 solved=config.head.solved,
                 pools=pools,
                 rows=rows,
@@ -354,7 +353,8 @@ def load_share(
     for pool in pools:
         if pool is not None:
             protect(pool.pixels)
-    told = [normalisation.describe()] if isinstance(feeds[0].images, Images) else []
+    # Rank 0 alone speaks.
+    told = [found.describe()] if found is not None and isinstance(feeds[0].images, Images) else []
     return *feeds, [*told, *notes_on_sharing(unshared)]
 
 

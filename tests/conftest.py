@@ -20,11 +20,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 STANDING, OWN, SINGLE = range(3)
 CORES_OF_A_JOB = 4
-
-
 PARALLEL = Path(__file__).with_name("parallel")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts tests so that ranks stand as long as they can, and deals them to processes.
 

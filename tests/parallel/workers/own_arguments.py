@@ -148,7 +148,7 @@ def check_groups_are_taken_and_it_is_told_once_that_they_do_nothing(world: World
     LINES.clear()
     compare(dense, momentum, groups=2)
     told = [line for line in LINES if not line.startswith(("votes by ", "nothing will be frozen: settings"))]
-    assert [line.startswith("groups has no effect") for line in told] == [True] * (world.rank == 0)
+    assert [line.startswith("groups has no effect") for line in told] == [True] * (world.rank == 0), told
     model = dense()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

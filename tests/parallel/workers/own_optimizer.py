@@ -40,10 +40,10 @@ def start(how: str = "running") -> World:
 
 
 def note_what_is_told(lines: list[str]) -> None:
-    """Add to `lines` what hvfreeze logs from now on."""
+    """Add to `lines`, and to no others, what hvfreeze logs from now on."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvfreeze").addHandler(handler)
+    logging.getLogger("hvfreeze").handlers = [handler]
     logging.getLogger("hvfreeze").setLevel(logging.INFO)
 
 

@@ -30,7 +30,7 @@ demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with
 
 # Tests with ranks come first, so that no process is left alone with them; see tests/conftest.py. Where Python may not
 # keep what it compiles, each process that tests start would compile the library again.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 test: check ## the checks, every test of one process, one test with ranks for each guarantee: ten minutes on two cores
 	$(PYTEST) --junitxml=build/tests/first.xml tests/parallel tests/single $(ARGS)

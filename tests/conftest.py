@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,20 +25,9 @@ CORES_OF_A_JOB = 4
 PARALLEL = Path(__file__).with_name("parallel")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts tests so that ranks stand as long as they can, and deals them to processes.
-
-    Tests of standing ranks come first, by the number of ranks; then jobs of their own; then tests of one process. Where
-    there are few cores, one process makes all jobs, one after the other. The tests of any other file stay together,
-    where they share runs.
-    """
-    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_JOB)
+    """Sorts tests so that ranks stand as long as they can: by their number; then jobs of their own; then others."""
     items.sort(key=_place)
-    for item in items:
-        job = _place(item)
-        group = str(item.path) if job[0] == SINGLE else f"ranks {job[1] % at_once}"
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _place(item: pytest.Item) -> tuple[int, int, str]:
@@ -46,7 +37,26 @@ def _place(item: pytest.Item) -> tuple[int, int, str]:
     given = given.params if given else {}
     if "standing" in item.keywords:
         return STANDING, given["size"], given.get("start", "")
-    return OWN, zlib.crc32(item.path.name.encode()), ""
+    return OWN, 0, ""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deals tests to processes: the tests of a file together, as they share runs.
+
+    Where there are few cores, one process makes all tests with ranks, one job after the other; with more, several do.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_OF_A_JOB)
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path, size = nodeid.partition("::")[0], re.search(r"(\d)\]$", nodeid)
+            job = int(size[1]) if size else zlib.crc32(path.encode())
+            return f"ranks {job % at_once}" if path.startswith("tests/parallel/") else path
+
+    return ByFile(config, log)
 
 
 def pytest_sessionfinish() -> None:

@@ -200,6 +200,9 @@ def assemble(
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
     feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows, model=chain.model)
+    if world.rank == 0 and isinstance(feed.images, Images):
+        # Rank 0 alone speaks.
+        notes = [normalisation_of(config, corpus.train, chain.model).describe(), *notes]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None:
@@ -353,9 +356,7 @@ def load_share(
     for pool in pools:
         if pool is not None:
             protect(pool.pixels)
-    # Rank 0 alone speaks.
-    told = [found.describe()] if found is not None and isinstance(feeds[0].images, Images) else []
-    return *feeds, [*told, *notes_on_sharing(unshared)]
+    return *feeds, notes_on_sharing(unshared)
 
 
 def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:

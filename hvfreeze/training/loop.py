@@ -151,7 +151,7 @@ def numbers(job: Job, found: dict[str, Any], tested: Scores, report: dict[str, A
         "step": job.step,
         "cut": job.cut,
         **found,
-        **(train_balance(job) if "train_accuracy" in found else {}),
+        **train_balance(job),
         "test_loss": loss,
         "test_accuracy": accuracy,
         **balance_of(tested),

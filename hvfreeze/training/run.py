@@ -244,7 +244,7 @@ def tell_end(job: Job, summary: dict[str, Any]) -> None:
     """Log what the run has come to, and how to use it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
-    job.logger.info(f"result: test accuracy {shown}, training {summary['train_seconds']:.0f} s")
+    job.logger.info(f"result | test {shown} | training {summary['train_seconds']:.0f} s")
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 

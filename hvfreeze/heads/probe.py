@@ -76,17 +76,18 @@ class Probe:
         assert fit is not None, "nobody stops it"
         take(layer, fit)
 
-    def loss(self, chain: Chain) -> float:
+    def loss(self, chain: Chain, *, is_tuned: bool) -> float:
         """Return the held-out loss of a kernel head on every block's features. Collective.
 
-        Running statistics of BatchNorm lag behind blocks that learn at a large rate. So BatchNorm has those of some
-        samples meanwhile. The model stays as it is.
+        Running statistics of BatchNorm lag behind blocks fine-tuned at a large rate. So BatchNorm then has those of
+        some samples; where nothing was fine-tuned, the pretrained ones are better. The model stays as it is.
 
         Raises:
             NumericsError: a feature is not finite; on all ranks.
         """
         with state_kept(chain.model):
-            self._renew_statistics(chain)
+            if is_tuned:
+                self._renew_statistics(chain)
             return self._solved(chain, self._see(chain))
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ def trial(run: Run, way: Way) -> tuple[bool, float]:
     """Return whether a few steps of fine-tuning pay, and a probe's loss; of many samples a whole round has to tell."""
     if not way.is_pretrained:
         return True, math.inf
-    before = run.probe(way.solving, way.tuning)
+    before = run.probe(way.solving, way.tuning, is_tuned=False)
     if not way.has_sgd:
         run.fit_last_layer(way.solving, way.tuning)
     if way.has_many:

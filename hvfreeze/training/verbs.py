@@ -151,24 +151,26 @@ class Run:
         )
         return Score(*found[:2])
 
-    def probe(self, solving: Config, tuning: Config) -> float:
+    def probe(self, solving: Config, tuning: Config, *, is_tuned: bool = True) -> float:
         """Return the held-out loss of a small head on the features of some samples; infinite where one is not finite.
 
         Args:
             solving: the settings by which a head is fitted.
             tuning: the settings by which the model is tuned: they tell the samples, and whose statistics BatchNorm has.
+            is_tuned: whether it was tuned already.
         """
 
         def make(_: bool) -> float:
             with self.job.clock.within("optimizer"):
                 try:
-                    loss = self._judge(solving, tuning).loss(self.job.factory.context.chain)
+                    loss = self._judge(solving, tuning).loss(self.job.factory.context.chain, is_tuned=is_tuned)
                 except NumericsError:
                     loss = math.inf
             self._record("probe", held_out_loss=loss)
             return loss
 
-        return float(self._do("probe", self._named(tuning), make, work=lambda _: self.budget.work.probe, pack=float))
+        arguments = {**self._named(tuning), "tuned": is_tuned}
+        return float(self._do("probe", arguments, make, work=lambda _: self.budget.work.probe, pack=float))
 
     def fit_last_layer(self, solving: Config, tuning: Config) -> None:
         """Fit the model's own last layer to some samples: a random one would spoil the blocks below it."""

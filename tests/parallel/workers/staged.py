@@ -102,8 +102,8 @@ def deciding(*losses: float, **numbers: Any) -> Iterator[None]:
     found = iter([*losses, *itertools.repeat(losses[-1] if losses else 1.0, 99)])
     before = Probe.loss
 
-    def loss(self: Probe, chain: Any) -> float:
-        real = before(self, chain)
+    def loss(self: Probe, chain: Any, **rest: Any) -> float:
+        real = before(self, chain, **rest)
         return next(found) if losses and math.isfinite(real) else real
 
     with ExitStack() as patched:

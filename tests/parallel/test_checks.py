@@ -35,7 +35,7 @@ PARTS = {
     "staged": Part((2,), (3, 4)),
     "cached": Part((3,), (1, 2, 4)),
     "solved": Part((3,), (1, 2)),
-    "kept_points": Part((3,), (1, 2)),
+    "kept_points": Part((), (1, 2, 3)),
     "updating": Part((3,), (1, 2, 4)),
     **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in CHOICES},
     "grid": Part((4,), (1, 2, 3)),
@@ -59,6 +59,15 @@ PARTS = {
 }
 
 
+SELDOM = {
+    "staged": ("parts", "cached", "budgets"),
+    "subnets": ("a_run_goes_on_in_the_middle_of_a_round",),
+    "updating": ("a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache",),
+    "equal_runs": ("ranks_that_meet_all_samples_share_what_each_has_computed",),
+}
+"""Checks that take long, of which `make test` makes the cheaper kin."""
+
+
 def checks_of(part: str) -> list[str]:
     """Return the names of a worker's checks, without loading what it imports."""
     source = ast.parse((WORKERS / f"{part.partition(':')[0]}.py").read_text())
@@ -69,10 +78,11 @@ def checks_of(part: str) -> list[str]:
 def cases() -> Iterator[Any]:
     for name, part in PARTS.items():
         for size in part.often + part.seldom:
-            marks = [pytest.mark.seldom] if size in part.seldom else []
             for check in checks_of(name):
-                called = f"{name}-{check.removeprefix('check_')}-{size}"
-                yield pytest.param(name, check, size, part.start, id=called, marks=marks)
+                called = check.removeprefix("check_")
+                seldom = size in part.seldom or called in SELDOM.get(name, ())
+                marks = [pytest.mark.seldom] if seldom else []
+                yield pytest.param(name, check, size, part.start, id=f"{name}-{called}-{size}", marks=marks)
 
 
 @pytest.mark.mpi

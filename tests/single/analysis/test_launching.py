@@ -24,6 +24,7 @@ def trained(folder: Path, program: str) -> Run:
     return load_run(launch(planned, Site(work=folder), timeout=200.0))
 
 
+@pytest.mark.seldom
 def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
     ours, theirs = trained(tmp_path, "hvfreeze"), trained(tmp_path, "analysis.ddp")
     same = ("epoch", "step", "train_loss", "train_accuracy", "test_accuracy")

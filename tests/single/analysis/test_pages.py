@@ -26,6 +26,7 @@ NAN = float("nan")
 INTERVAL = re.compile(r"\([^()]* to [^()]*\)")
 
 
+@pytest.mark.seldom  # more than a minute
 def test_the_repositorys_pages_agree_with_the_recorded_results() -> None:
     assert summary.main(["--check"]) == 0
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.parallel import mpirun, standing
 from tests.parallel.mpirun import ROOT, STARTUP, Result
+from tests.parallel.sizes import seldom
 from tests.program import contents, save_photos, spawn
 
 CONFINED = Path(__file__).with_name("workers") / "confined.py"
@@ -112,8 +113,10 @@ def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Pa
     refused(outcome, 2, "a launcher started 4 tasks", "but MPI connects 1", "mpirun")
 
 
-@pytest.mark.parametrize("started", ["", "import horovod.torch as hvd; hvd.init()\n"], ids=["not-yet", "by-itself"])
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("started", "rank"),
+    [("", "0"), seldom("", "1"), *(seldom("import horovod.torch as hvd; hvd.init()\n", rank) for rank in "01")],
+)
 def test_scripts_that_torchrun_starts_do_not_train_alone(started: str, rank: str) -> None:
     script = (
         f"{started}import hvfreeze, torch\n"

@@ -21,6 +21,7 @@ def test_so_few_lines_of_a_horovod_script_change() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.seldom
 def test_a_loop_of_the_parts_learns_and_freezes() -> None:
     result = mpirun(2, ["-W", "ignore", "-m", "hvfreeze.examples.parts"], timeout=100)
     assert result.returncode == 0, result

@@ -18,14 +18,11 @@ from analysis.sweeps.presets import SMOKE
 from analysis.sweeps.sweep import plan
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import launch, scratch, wait_until
-from tests.parallel.sizes import seldom
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.seldom]
 ON_NODES = {"communication", "strategies"}
-OFTEN = ("baseline",)
-SELDOM = ("communication", "peers", "static_sweep", "adaptive", "caching", "pixels64", "exact_head")
-SELDOM += ("compression", "strategies", "grounds", "criteria", "own_scripts", "cores")
-"""They differ in flags and pages, which tests/single/analysis tries without training."""
+NAMES = ("baseline", "communication", "peers", "static_sweep", "adaptive", "caching", "pixels64", "exact_head")
+NAMES += ("compression", "strategies", "grounds", "criteria", "own_scripts", "cores")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def check_communication(rows: Rows) -> None:
 CHECKS = {"baseline": check_baseline, "static_sweep": check_static_sweep, "communication": check_communication}
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *map(seldom, SELDOM)])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path) -> None:
     if name in ON_NODES and launch([str(ROOT / "launch/cluster"), "check"]).returncode != 0:
         pytest.skip("no local cluster on this machine; launch/cluster check says why")
@@ -86,7 +83,6 @@ def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path)
     assert left == [], "checkpoints or weights are left"
 
 
-@pytest.mark.seldom
 def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on(folder: Path) -> None:
     own = folder / "killed"
     site = Site(work=own / "work" / "adaptive")

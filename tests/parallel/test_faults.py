@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(
     assert re.search(r"waited \d+ s in '(step\.signals|gradients\.)", said), said
 
 
-@pytest.mark.parametrize(("size", "culprit"), [seldom(2, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "culprit"), [seldom(2, 0), seldom(3, 2)])
 def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stays_complete(
     size: int, culprit: int, tmp_path: Path
 ) -> None:
@@ -154,7 +154,9 @@ def neighbours(strategy: str, faults: str, folder: Path, *more: str, **options: 
     return result
 
 
-@pytest.mark.parametrize("strategy", ["grid", seldom("shared-trunk"), seldom("local-critics"), seldom("subnets")])
+@pytest.mark.parametrize(
+    "strategy", [seldom("grid"), seldom("shared-trunk"), seldom("local-critics"), seldom("subnets")]
+)
 def test_where_ranks_wait_for_neighbours_one_that_dies_or_does_not_come_ends_the_job(
     strategy: str, tmp_path: Path
 ) -> None:

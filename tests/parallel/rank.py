@@ -59,10 +59,14 @@ def process_restored(folder: Path) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     here, tempfile.tempdir = os.getcwd(), str(folder)
     os.chdir(folder)
+    running = {}
     try:
         with patch.dict(os.environ), warnings.catch_warnings():
             yield
+            # What Horovod was started with last tells the next check, as it tells a run.
+            running = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
     finally:
+        os.environ.update(running)
         os.chdir(here)
         tempfile.tempdir, sys.excepthook, sys.path[:] = None, hook, path
         torch.set_num_threads(threads)

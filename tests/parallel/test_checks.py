@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvfreeze.training.stage_build import CHOICES
+from hvfreeze.strategies.choices import CHOICES
 from tests.parallel import standing
 
 WORKERS = Path(__file__).with_name("workers")

@@ -21,10 +21,10 @@ from PIL import Image
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
+from hvfreeze.inference.normalisation import Normalisation
 from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.training import checkpoint as saving
 from hvfreeze.training.build import load_share, open_corpus
-from hvfreeze.training.stage_build import Normalisation
 from tests.program import call, save_photos
 from tests.single.training.forging import Evil, forged, save_sections
 

@@ -1,4 +1,4 @@
-"""--freeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
+"""hvfreeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
 
 Read `auto` from top to bottom. Work is counted in forward passes of one sample: `run.budget.left()` says how much is
 left, of --epochs or of a time budget, and `run.budget.work` what each verb costs.

@@ -25,7 +25,7 @@ help: ## list the targets (the default)
 setup: ## prepare .venv/, Horovod with MPI and missing system packages
 	@PYTHON='$(PYTHON)' TORCH_INDEX_ARGS='$(TORCH_INDEX_ARGS)' launch/bootstrap
 
-demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with --freeze auto; compare
+demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, and hvfreeze auto; compare
 	$(RUN) analysis.demo $(ARGS)
 
 # Tests with ranks come first, so that no process is left alone with them; see tests/conftest.py. Where Python may not

@@ -69,8 +69,8 @@ class Finding:
         return self.trial.taken or cost <= self._chance(mean)
 
     @property
-    def mirror(self) -> str:
-        """As --mirror would say it."""
+    def flips(self) -> str:
+        """As --flips would say it."""
         return "on" if self.taken else "off"
 
     @property
@@ -87,7 +87,7 @@ class Finding:
             f"{theirs:.1f} % without)"
         )
         if not self.taken:
-            return f"horizontal flips: off {found}; use --mirror on to train on them"
+            return f"horizontal flips: off {found}; use --flips on to train on them"
         if not self.tells:
             return f"horizontal flips: on {found}, no better than a guess; {WAY_OUT}"
         return f"horizontal flips: on {found}; {WAY_OUT}"
@@ -100,16 +100,16 @@ class Finding:
         return SURE * math.sqrt(part * (1 - part) / self.trial.samples)
 
 
-WAY_OUT = "use --mirror off if left and right matter"
+WAY_OUT = "use --flips off if left and right matter"
 
 
 def is_open(config: Config, *, flips: bool) -> bool:
-    """Tell whether the run may show flips, and --mirror leaves that open.
+    """Tell whether the run may show flips, and --flips leaves that open.
 
     `flips` is the data set's word that a flipped image shows the same class.
     """
     shows = config.head.solved or config.data.augment != "none"
-    return config.data.mirror == "auto" and config.data.mirrors(flips) and shows
+    return config.data.flips == "auto" and config.data.mirrors(flips) and shows
 
 
 def find_out(

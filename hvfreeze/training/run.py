@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import TEXT
-from hvfreeze.config.tree import Config
+from hvfreeze.config.flags import data_of, settings_of_auto
+from hvfreeze.config.sections import AUTO, TEXT
+from hvfreeze.config.tree import Config, did_you_mean, from_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -39,6 +41,24 @@ from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
 from hvfreeze.training.verbs import Run
 from hvfreeze.wording import plural
+
+
+def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
+    """Fine-tune on a folder of images as `hvfreeze auto` does, and return summary.json's object. Collective.
+
+    Args:
+        data: a folder with train/CLASS/ and test/CLASS/, a built-in data set such as "digits", or "package:function".
+        settings: flags of `hvfreeze auto` by name, as in `auto("photos", weights="DEFAULT", image_size=128)`.
+
+    Raises:
+        HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
+    """
+    unknown = sorted(settings.keys() - settings_of_auto())
+    if unknown:
+        raise UsageError(
+            f"auto: unknown setting {unknown[0]!r}{did_you_mean(unknown[0], dict.fromkeys(settings_of_auto()))}"
+        )
+    return train(from_dict({**data_of(os.fspath(data), settings.get("data_dir")), **settings, "freeze": AUTO}))
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -245,15 +245,15 @@ def test_what_a_users_own_model_has_frozen_stays_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("fit", "flags"), [("kernel", ["--freeze", "auto"]), ("exact", ["--head-fit", "exact", "--augment", "none"])]
+    ("fit", "words"), [("kernel", ["auto", "digits"]), ("exact", ["train", "--head-fit", "exact", "--augment", "none"])]
 )
 def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_for(
-    fit: str, flags: list[str], tmp_path: Path
+    fit: str, words: list[str], tmp_path: Path
 ) -> None:
     small = ["--model", "shufflenet_v2_x0_5", "--train-samples", "10", "--batch-size", "2", "--threads", "1"]
-    outcome = call("train", *small, "--run-dir", str(tmp_path / "run"), *flags)
+    outcome = call(*words, *small, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 2
-    assert f"--head-fit ({fit}, as with --freeze auto) cannot choose a penalty from 10 training samples" in str(outcome)
+    assert f"--head-fit ({fit}, as in hvfreeze auto) cannot choose a penalty from 10 training samples" in str(outcome)
     assert "give 6 or more, two of a class among them" in str(outcome)
     assert "validation-fraction" not in str(outcome) and "Traceback" not in str(outcome)
     assert not (tmp_path / "run").exists()

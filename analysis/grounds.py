@@ -96,7 +96,9 @@ def few_of(name: str, ground: Ground) -> Ground:
 GROUNDS = {
     "photographs": Ground(words="photographs of signed digits", images=1_438, flags=LITE, batch=16),
     "counting": Ground(words="counting dots in noise", images=4_000, flags=RESNET),
-    "rotation": Ground(words="predicting the rotation angle of an image", images=5_000, flags=RESNET, full={"mirror": "off"}),
+    "rotation": Ground(
+        words="predicting the rotation angle of an image", images=5_000, flags=RESNET, full={"mirror": "off"}
+    ),
     "cifar": Ground(words="CIFAR-10, 5,000 images", images=5_000, flags={**RESNET, "train_samples": 5_000}),
 }
 FEW = 600

@@ -48,7 +48,9 @@ def test_a_run_is_private_and_logs_what_it_said(finished: Path) -> None:
     assert {mode for name, mode in modes.items() if Path(name).suffix or name == ".lock"} == {0o600}, modes
     assert modes["run"] == modes["checkpoints"] == 0o700, modes
     log = (finished / "log.txt").read_text()
-    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d model: shufflenet_v2_x0_5 \(", log) and "epoch   0 | cut 0" in log
+    assert (
+        re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d model: shufflenet_v2_x0_5 \(", log) and "epoch   0 | cut 0" in log
+    )
 
 
 @pytest.mark.parametrize("sharing", [[], ["--cache-shared"]])

@@ -43,7 +43,7 @@ from hvfreeze.freezing.frozen_prefix import trainable_of
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
-from hvfreeze.inference.normalisation import normalisation_of
+from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -199,10 +199,11 @@ def assemble(
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
-    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows, model=chain.model)
-    if world.rank == 0 and isinstance(feed.images, Images):
-        # Rank 0 alone speaks.
-        notes = [normalisation_of(config, corpus.train, chain.model).describe(), *notes]
+    feed, evaluated, normalisation, notes = load_share(
+        config, world, corpus, replica=replica, rows=rows, model=chain.model
+    )
+    if normalisation is not None and isinstance(feed.images, Images):
+        notes = [normalisation.describe(), *notes]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None:
@@ -312,10 +313,10 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
 
 def load_share(
     config: Config, world: World, corpus: Corpus, *, replica: int, rows: int, model: nn.Module | None = None
-) -> tuple[TrainFeed, Inputs, list[str]]:
-    """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
+) -> tuple[TrainFeed, Inputs, Normalisation | None, list[str]]:
+    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
 
-    `model` may say with which mean and standard deviation its weights were trained.
+    Returns also, on rank 0, how images are normalised, which `model` may know of its weights; and notes for the user.
 
     Pixels that several ranks of a node read are there once; each of them decodes a part. For `rows` see `TrainFeed`.
 
@@ -356,7 +357,7 @@ def load_share(
     for pool in pools:
         if pool is not None:
             protect(pool.pixels)
-    return *feeds, notes_on_sharing(unshared)
+    return *feeds, found, notes_on_sharing(unshared)
 
 
 def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:

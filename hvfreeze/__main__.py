@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hvfreeze.allocator import keep_memory
 from hvfreeze.cli import RUNS, parse, perform
 from hvfreeze.config.flags import configuration, given
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
@@ -35,6 +36,7 @@ GRACE_SECONDS = 10.0
 
 def program() -> int:
     """Run the program as all that this process does, and return its exit code."""
+    keep_memory()
     code = main()
     # Nothing is left to interrupt, and the end of the interpreter would tell of it by a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

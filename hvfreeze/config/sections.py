@@ -303,8 +303,8 @@ class FreezeConfig(Section):
     statistics: Annotated[str, choice("auto", "batch", "kept")] = setting(
         "auto",
         "WHICH",
-        "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
-        "hvfreeze auto, --weights and an --optimizer or --lr of your own, else batch)",
+        "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (with --weights "
+        "kept where training has fewer than 20 batches, or hvfreeze auto your own --optimizer or --lr; else batch)",
         read_by="steps norms",
     )
     signal: Annotated[str, choice("local", "averaged")] = setting(

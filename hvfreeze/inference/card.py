@@ -52,7 +52,8 @@ class Preparation:
     """From an image of any size to a normalised float tensor, without augmentation.
 
     Called with a PIL image or a uint8 tensor, (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3, it returns
-    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else.
+    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else. A large JPEG file that was only opened is
+    decoded at a reduced scale, as in training, and keeps that size.
     """
 
     height: int
@@ -91,14 +92,16 @@ class Preparation:
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
         try:
-            rgb = to_rgb(image if isinstance(image, Image.Image) else picture_of(image), reading=self.how)
+            picture = image if isinstance(image, Image.Image) else picture_of(image)
+            rgb = to_rgb(picture, reading=self.how, side=max(self.height, self.width))
         except ValueError as error:
             raise UsageError(f"the image cannot be used: {error}") from error
         return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def pixels_of(self, path: Path) -> PixelArray:
         """Return an image file's (3, height, width) uint8; RefusedError, which names it, where it is not intact."""
-        return to_pixels(fitted(read_rgb(path, reading=self.how), self.height, self.width, reading=self.how))
+        rgb = read_rgb(path, reading=self.how, side=max(self.height, self.width))
+        return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return (N, 3, S, S) float32, channels last, of (N, 3, height, width) uint8."""

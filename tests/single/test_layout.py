@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "files", "wording", "memory", "timing", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
+    (
+        "errors",
+        "files",
+        "wording",
+        "memory",
+        "allocator",
+        "timing",
+        "user_code",
+        "torch_imports",
+        "torchvision_shim",
+        "plain_load",
+    ),
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),
@@ -57,7 +68,7 @@ ALLOWED = {
         "runs",
         "training",
     },
-    "__main__": {"errors", "config", "cli", "torch_imports", "comm", "training"},
+    "__main__": {"errors", "allocator", "config", "cli", "torch_imports", "comm", "training"},
 }
 """Stricter than the levels, or beside them."""
 OWNERS = {

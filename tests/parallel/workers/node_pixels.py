@@ -86,7 +86,10 @@ def opened(world: World, config: Config) -> Corpus:
 
 def loaded(world: World, config: Config, corpus: Corpus) -> tuple[TrainFeed, Inputs, list[str]]:
     replica = world.rank * corpus.plan.replicas // world.size
-    return build.load_share(config, world, corpus, replica=replica, rows=config.optimizer.batch_size)
+    feed, evaluated, _, notes = build.load_share(
+        config, world, corpus, replica=replica, rows=config.optimizer.batch_size
+    )
+    return feed, evaluated, notes
 
 
 def same_on_all(world: World, value: object) -> bool:

@@ -396,7 +396,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         image=None
         if isinstance(transform, Shift)
         else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
-        context=data.window if isinstance(transform, Shift) else None,
+        context=data.context if isinstance(transform, Shift) else None,
         precision=config.optimizer.precision,
         batch_size=rows,
         data=data.data,

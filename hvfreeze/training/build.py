@@ -27,7 +27,7 @@ from hvfreeze.comm.resources import (
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded
 from hvfreeze.config.sections import AUTO, TEXT, DataConfig
-from hvfreeze.config.tree import Config, differing, to_dict
+from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
@@ -51,7 +51,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.progress import RunLogger, check_curves
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.choices import reads_images, replicas_of, rows_evaluated
+from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -129,7 +129,7 @@ def open_corpus(
             contents=contents,
             reading=reading_of(data),
             skip_bad=data.skip_bad,
-            context=data.window,
+            context=data.context,
         ),
         name="data",
     )
@@ -359,13 +359,13 @@ def load_share(
     return *feeds, notes_on_sharing(unshared)
 
 
-def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
-    """Build a run from its configuration. For `started` and `given` see `run`. Collective.
+def prepare(config: Config, world: World, *, started: float | None = None) -> Job:
+    """Build a run from its configuration. For `started` see `run`. Collective.
 
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    asked, given = config, given | differing(config)
+    asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
@@ -378,9 +378,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     directory = usable_directory(config, world, environment)
     raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
     # Where a head is solved, the size of a batch is no part of the result.
-    adapts = (config.freeze.auto or config.head.solved) and "batch_size" not in given
+    adapts = (config.freeze.auto or config.head.solved) and "batch_size" not in config.given
     corpus, identities = agreed_corpus(config, world, adapts=adapts)
-    settings = to_dict(config)
+    settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     chain, notes = equal_model(config, world, blueprint)
@@ -389,7 +389,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = raise_on_all_ranks(
         world,
-        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
+        lambda: (
+            open_record(directory, settings, environment=environment, file=file) if world.rank == 0 else NullRecord()
+        ),
         name="record",
     )
     job.logger.log_to(job.record.log)
@@ -407,7 +409,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
         ),
-        *without_effect(plan, given),
+        *without_effect(plan),
         *crowding(world),
         *bound_apart(world),
         *rests,

@@ -272,7 +272,7 @@ class FreezeConfig(Section):
     freeze: Annotated[str, choice("none", "static", *CRITERIA, AUTO)] = setting(
         "none",
         "CRITERION",
-        "none, static, coherence (what gains nothing any more), gradient-norm, percentile, linear or geometric",
+        f"none, static (with --cut), or a criterion by which ranks vote: {', '.join(CRITERIA)}",
     )
     cut: Annotated[int, at_least(0, "blocks")] | None = setting(
         None, "K", "the first K blocks are frozen; in hvfreeze auto while the others are fine-tuned", of=STATIC

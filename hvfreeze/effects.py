@@ -236,11 +236,8 @@ def cadence(plan: Plan, value: int) -> Found:
 
 def shadows(plan: Plan, value: str) -> Found:
     """Look for criteria beside the one that decides."""
-    decides = {part.config.freeze.freeze for part in plan.trained}
-    others = set(value.split(",")) - decides
-    return scored(plan, shadows=True) or unless(
-        bool(others) or value == "none", f"{value} decides, and is logged as that"
-    )
+    others = set(value.split(",")) - {part.config.freeze.freeze for part in plan.trained}
+    return scored(plan, shadows=True) or unless(bool(others), f"{value} decides, and is logged as that")
 
 
 def voters(plan: Plan, value: Any) -> Found:
@@ -303,7 +300,6 @@ FOUND: dict[str, Reader] = {
     "cache_shared": sharing,
     "compression": exchange,
     "cut": lambda plan, value: steps(plan, value) if plan.config.freeze.auto else None,
-    "data_dir": lambda plan, value: unless(plan.config.data.data != "digits", "the digits come with scikit-learn"),
     "early_stop": patience,
     "epochs": epochs,
     "evaluate_every": optional_evaluations,

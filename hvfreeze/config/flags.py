@@ -83,8 +83,9 @@ def add_train(train: argparse.ArgumentParser, words: Sequence[str]) -> None:
                 if section == part.name:
                     own = fields_of(strategy_of(chosen)).get(name, leaf) if name != "strategy" else leaf
                     action = add_flag(group, own, kind, shown)
-                    if unknown_for(shown, name) is not None:
-                        action.whole_help, action.help = action.help, argparse.SUPPRESS
+                    wanted = unknown_for(shown, name)
+                    if wanted is not None:
+                        action.whole_help, action.help = f"{wanted}: {action.help}", argparse.SUPPRESS
 
 
 CHOICES = ("strategy", "freeze", "shadow", "cache", "head", "head_fit", "optimizer", "data", "augment", "cut_by")

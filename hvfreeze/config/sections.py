@@ -79,6 +79,7 @@ def is_cut(config: Any) -> bool:
 
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
+FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
 PRETRAINED = Alternative("--weights", lambda config: config.model.weights != "none")
@@ -127,6 +128,7 @@ class DataConfig(Section):
         "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
         "file, default: the sources of Python's standard library",
         brief="where a built-in data set lies",
+        of=FILES,
     )
     context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
     train_samples: Count | None = setting(

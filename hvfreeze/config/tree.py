@@ -7,15 +7,11 @@ have unique names.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from hvfreeze.config.rules import rule, typed, types_of
 from hvfreeze.config.section import By, Section, StrategyConfig, check_refusals, given_to
@@ -34,74 +30,9 @@ from hvfreeze.config.sections import (
     RunConfig,
 )
 from hvfreeze.errors import UsageError
+from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.wording import did_you_mean
-
-MOST_BYTES = 2**20
-DEEPEST = 16
-BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
-
-
-class PlainLoader(yaml.SafeLoader):
-    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
-
-    A key that comes twice is refused, where YAML's readers let the last one win. As on a command line `on` and `off`
-    are text, and a number that begins with 0 is decimal; YAML 1.1 has them for booleans and octal.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a value, or refuse it where it is an alias or lies too deep."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias (*NAME) is not read; write the value out")
-        if self._depth >= DEEPEST:
-            raise yaml.YAMLError(f"values are nested deeper than {DEEPEST} levels")
-        self._depth += 1
-        try:
-            node: yaml.Node | None = super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-        if isinstance(node, yaml.MappingNode):
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            for key, count in keys.most_common(1):
-                if count > 1:
-                    raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
-        return node
-
-
-def construct_integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
-    """Return the integer that stands in a file."""
-    if re.fullmatch(r"[-+]?0[0-9]+", text := str(loader.construct_scalar(node))):
-        return int(text)
-    return loader.construct_yaml_int(node)
-
-
-PlainLoader.add_constructor(INTEGER, construct_integer)
-PlainLoader.yaml_implicit_resolvers = {
-    first: [entry for entry in known if first not in ("o", "O") or entry[0] != BOOLEAN]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
-
-    Raises:
-        ValueError: it is something else; says in one line what.
-    """
-    if len(text) > most_bytes:
-        raise ValueError(f"it is longer than {most_bytes} bytes")
-    try:
-        return yaml.load(text.decode("utf-8"), PlainLoader)
-    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            reason if isinstance(error, (yaml.YAMLError, ValueError)) else f"{type(error).__name__}: {reason}"
-        ) from error
-
 
 SOLVED = ("static", 1)
 """Criterion and cut of a run whose head is solved: its two blocks are the features and the head."""
@@ -318,7 +249,7 @@ def build(found: Mapping[str, Any], *, given: frozenset[str] = frozenset(), sour
 def strategy_of(found: Mapping[str, Any]) -> type[StrategyConfig]:
     """Return the class of the settings of the strategy that is chosen."""
     name = found.get("strategy", "replicas")
-    rule(name in STRATEGIES, "strategy", name, "one of " + ", ".join(STRATEGIES))
+    rule(str(name) in STRATEGIES, "strategy", name, "one of " + ", ".join(STRATEGIES))
     return STRATEGIES[name]
 
 
@@ -365,6 +296,7 @@ def given_in(tree: Mapping[str, Any], found: Mapping[str, Any], *, source: str) 
     usual |= {name: before[name] for name in (*kind, "augment")} | {name: plain[name] for name in first}
     # What follows from a fitted head.
     made = ("freeze", "cut", "epochs") if whole.head.solved and not auto else ()
+    usual["blocks"] = usual["blocks"] if found.get("blocks") != "auto" else "auto"
     given = {name for name, value in found.items() if name not in made and value != usual.get(name)}
     return frozenset(name for name in given if unknown_for(whole, name) is None)
 

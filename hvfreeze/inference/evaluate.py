@@ -104,7 +104,7 @@ def config_of(run_dir: Path) -> Config:
     """Return a run's configuration. Raises RefusedError where it cannot be read."""
     path = run_dir / "config.yaml"
     try:
-        return from_dict(read_config(path), source=str(path))
+        return from_dict({**read_config(path), "given": []}, source=str(path))
     except UsageError as error:
         raise RefusedError(f"{path} is damaged or of another version: {error}") from error
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
-from hvfreeze.config.tree import convert, defaults_of, leaves, parse_plain_yaml
+from hvfreeze.config.tree import convert, defaults_of, leaves
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.clock import PHASES, train_seconds
 
 

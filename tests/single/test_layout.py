@@ -14,7 +14,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = (
-    ("errors", "files", "wording", "memory", "timing", "user_code", "torch_imports", "torchvision_shim", "plain_load"),
+    (
+        "errors",
+        "files",
+        "wording",
+        "memory",
+        "timing",
+        "user_code",
+        "torch_imports",
+        "torchvision_shim",
+        "plain_load",
+        "plain_yaml",
+    ),
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),
@@ -29,6 +40,7 @@ ALLOWED = {
         "errors",
         "user_code",
         "config",
+        "plain_yaml",
         "model",
         "data",
         "heads",
@@ -43,8 +55,9 @@ ALLOWED = {
     "user_code": {"errors"},
     "files": {"errors"},
     "plain_load": {"errors"},
+    "plain_yaml": set(),
     "torchvision_shim": set(),
-    "runs": {"errors", "files", "config", "wording", "plain_load"},
+    "runs": {"errors", "files", "config", "wording", "plain_load", "plain_yaml"},
     "optim": {"errors", "config"},
     "cli": {
         "errors",

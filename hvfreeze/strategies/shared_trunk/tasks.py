@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from hvfreeze.config.sections import OptimizerConfig
-from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.folders import meant_by
 from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
+from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.wording import plural
 

@@ -13,18 +13,16 @@ import hvfreeze
 from hvfreeze.config.section import Section, StrategyConfig
 from hvfreeze.config.sections import DataConfig, OptimizerConfig, RunConfig
 from hvfreeze.config.tree import (
-    DEEPEST,
-    MOST_BYTES,
     Config,
     fields_of,
     from_dict,
     leaves,
-    parse_plain_yaml,
     read_yaml,
     sections,
     to_dict,
 )
 from hvfreeze.errors import UsageError
+from hvfreeze.plain_yaml import DEEPEST, MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 

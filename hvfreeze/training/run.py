@@ -166,7 +166,7 @@ def introduce(job: Job, *, resumed: bool) -> None:
     config, say = job.config, job.logger.info
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
-    say(f"model: {config.model.model} ({' | '.join(job.block_names)}), {weights} weights")
+    say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
     say(
         f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
         f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "

@@ -5,13 +5,13 @@
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
 #   ARGS=...                more arguments for `make demo`, for pytest in `make test`, or for the rounds of `make torture`
-#   JOBS=n                  processes that run tests side by side (the cores but one, 2 at least); one starts ranks
+#   JOBS=n                  processes that run tests side by side (the cores but one, 3 at least); one starts ranks
 
 PYTHON ?=
 TORCH_INDEX_ARGS ?=
 ONLY ?=
 ARGS ?=
-JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 2)))
+JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 3)))
 
 RUN := .venv/bin/python -m
 

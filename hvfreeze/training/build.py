@@ -250,6 +250,7 @@ def assemble(
         budget=budget,
         card=card,
         evaluation_batches=evaluation_batches,
+        evaluated=len(corpus.evaluated_ids),
         clock=clock,
         logger=logger,
         called=corpus.train.called,

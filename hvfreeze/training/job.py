@@ -48,6 +48,8 @@ class Job:
     """Of the models, as far as it is known before they are trained."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
+    evaluated: int
+    """Number of evaluation samples of all replicas."""
     clock: PhaseClock
     logger: RunLogger
     flips: str | None = None

@@ -164,13 +164,22 @@ def way_on(job: Job) -> str:
 def introduce(job: Job, *, resumed: bool) -> None:
     """Say what is about to happen."""
     config, say = job.config, job.logger.info
+    data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
+    noun = "window" if data.data == TEXT else "image"
+    say(f"model: {config.model.model} ({' | '.join(job.block_names)}), {weights} weights")
     say(
-        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, "
-        f"{plural(job.world.size, 'rank')}, {plural(job.steps_per_epoch, 'step')} an epoch, "
-        f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
+        f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
+        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "
+        f"{plural(job.world.size, 'rank')}"
     )
+    if not config.freeze.auto:
+        say(
+            f"training: {plural(config.optimizer.epochs, 'epoch')} of {plural(job.steps_per_epoch, 'step')}, "
+            f"freeze {config.freeze.freeze}, cache {config.cache.cache}"
+        )
     for note in job.notes:
         say(f"note: {note}")
+    say(f"files: {job.directory}")
     if resumed:
         say(f"resumed after step {job.step}")
 
@@ -262,7 +271,9 @@ def tell_end(job: Job, summary: dict[str, Any]) -> None:
     """Log what the run has come to, and how to use it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
-    job.logger.info(f"result | test {shown} | training {summary['train_seconds']:.0f} s")
+    job.logger.info(
+        f"result: test accuracy {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt"
+    )
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 

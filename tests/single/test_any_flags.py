@@ -44,7 +44,8 @@ def normalised(num_classes):
     layers = list(make(num_classes))
     return nn.Sequential(*layers[:1], nn.BatchNorm2d(4), *layers[1:])
 """
-BASE = "--model small_network:make --train-samples 60 --validation-fraction 0.2 --batch-size 8 --epochs 3 --threads 1"
+EPOCHS = " --epochs 3"
+BASE = "--model small_network:make --train-samples 60 --validation-fraction 0.2 --batch-size 8 --threads 1" + EPOCHS
 KINDS = {
     "plain": "",
     "normalised": "--model small_network:normalised",
@@ -236,7 +237,8 @@ class Runs:
 def command_of(words: Sequence[str]) -> list[str]:
     """Return a whole command line."""
     is_auto = words[:1] == ("auto",)
-    return [*(("auto", "digits") if is_auto else ("train",)), *BASE.split(), *words[is_auto:]]
+    base = BASE.removesuffix(EPOCHS) if "--head-fit" in words else BASE
+    return [*(("auto", "digits") if is_auto else ("train",)), *base.split(), *words[is_auto:]]
 
 
 def plain(entry: Any) -> Any:

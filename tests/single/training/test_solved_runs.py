@@ -23,15 +23,13 @@ SMALL = [
     "16",
     "--threads",
     "1",
-    "--freeze",
-    "auto",
     "--epochs",
     "1",
 ]
 
 
 def train(folder: Path, *flags: str) -> Outcome:
-    outcome = call("train", *SMALL, "--run-dir", str(folder), *flags)
+    outcome = call("auto", "digits", *SMALL, "--run-dir", str(folder), *flags)
     assert outcome.returncode == 0, str(outcome)
     return outcome
 
@@ -99,12 +97,9 @@ def test_a_damaged_sample_is_called_by_its_file(
 
     monkeypatch.setattr(FittedHead, "fit", damaged)
     outcome = call(
-        "train",
-        *SMALL,
-        "--data",
-        "imagefolder",
-        "--data-dir",
+        "auto",
         str(shapes),
+        *SMALL,
         "--flips",
         "off",
         "--run-dir",
@@ -127,11 +122,11 @@ def test_few_samples_are_solved_for_in_smaller_batches_and_a_batch_that_was_aske
 ) -> None:
     few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
     flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
-    told = call("train", *flags)
+    told = call("auto", "digits", *flags)
     assert told.returncode == 0 and "batches of 12, half of the smallest shard" in told.stdout, str(told)
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
-    again = call("train", *flags, "--resume")
+    again = call("auto", "digits", *flags, "--resume")
     assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
-    for asked in (["--batch-size", "25"], ["--freeze", "none"]):
-        refused = call("train", *flags[:-1], str(tmp_path / "asked"), *asked)
+    for asked in (["auto", "digits", "--batch-size", "25"], ["train"]):
+        refused = call(*asked, *flags[:-1], str(tmp_path / "asked"))
         assert refused.returncode == 2 and "no larger than the smallest shard" in refused.stderr, str(refused)

@@ -27,6 +27,7 @@ from hvfreeze.config.tree import Config, leaves
 from hvfreeze.effects import FOUND
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
+from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import Outcome, call
 
 FEW, MANY = 10, 2000
@@ -65,7 +66,6 @@ KINDS = {
 }
 """Runs that flags are added to, of `train` unless they begin with another command."""
 FLAGS = {
-    "data_dir": ["nowhere"],
     "train_samples": ["50"],
     "validation_fraction": ["0.3"],
     "image_size": ["24"],
@@ -150,6 +150,7 @@ LEFT_OUT = {
     **dict.fromkeys(("cache_failure", "cache_shared"), "shows where something fails, or others take part"),
     **dict.fromkeys(("stale_after", "tied_gradient"), "for a ring of ranks"),
     "context": "for texts, which are no images",
+    "data_dir": "the digits have none",
     "time_budget": "a clock decides",
     "tensorboard": "a library that need not be there",
 }
@@ -267,6 +268,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 def test_every_flag_is_drawn_or_says_why_not() -> None:
     assert set(FLAGS) | set(LEFT_OUT) == set(leaves()) and not set(FLAGS) & set(LEFT_OUT)
     assert set(FOUND) <= set(leaves())
+    # A ring is for texts.
+    assert set(STRATEGIES) - set(KINDS) == {"replicas", "stale-ring"}
 
 
 def told(made: Made, leaf: str) -> str:

@@ -121,9 +121,7 @@ class Config:
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.
 
-        --blocks auto is what the strategy says. A
-        solved head is one epoch, and the head alone free; in hvfreeze auto that holds for some of the run's stages,
-        not for the run.
+        --blocks auto is what the strategy says. A head that is fitted alone is one epoch, and every block is frozen.
         """
         if self.model.blocks == "auto":
             model = dataclasses.replace(self.model, blocks=self.strategy.blocks)

@@ -31,6 +31,7 @@ WRONG = {
     "auto digits more": "unknown argument 'more'",
     "auto": "type hvfreeze auto DIR",
     "auto --epochs 3": "type hvfreeze auto DIR",
+    "auto digit": "DATA (digit) does not exist; did you mean 'digits'?",
     "auto photos --data-dir photos": "--data-dir (photos) must be left out",
     # another command
     "train --freeze auto": "type: hvfreeze auto digits",

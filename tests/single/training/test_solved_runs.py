@@ -23,15 +23,13 @@ SMALL = [
     "16",
     "--threads",
     "1",
-    "--freeze",
-    "auto",
     "--epochs",
     "1",
 ]
 
 
 def train(folder: Path, *flags: str) -> Outcome:
-    outcome = call("train", *SMALL, "--run-dir", str(folder), *flags)
+    outcome = call("auto", "digits", *SMALL, "--run-dir", str(folder), *flags)
     assert outcome.returncode == 0, str(outcome)
     return outcome
 
@@ -99,12 +97,9 @@ def test_a_damaged_sample_is_called_by_its_file(
 
     monkeypatch.setattr(FittedHead, "fit", damaged)
     outcome = call(
-        "train",
-        *SMALL,
-        "--data",
-        "imagefolder",
-        "--data-dir",
+        "auto",
         str(shapes),
+        *SMALL,
         "--flips",
         "off",
         "--run-dir",
@@ -125,15 +120,15 @@ def test_a_damaged_sample_is_called_by_its_file(
 def test_a_batch_that_the_smallest_shard_does_not_fill_is_lowered(tmp_path: Path) -> None:
     few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
     flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
-    told = call("train", *flags)
+    told = call("auto", "digits", *flags)
     assert told.returncode == 0 and "(32) is lowered to 12: half of the smallest shard" in told.stdout, str(told)
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
-    again = call("train", *flags, "--resume")
+    again = call("auto", "digits", *flags, "--resume")
     assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
     for asked, words in (
-        (["--batch-size", "25"], "--batch-size (25) is lowered to 12: half of the smallest shard"),
-        (["--freeze", "none"], "is lowered to 24: the smallest shard, which has 24 samples"),
+        (["auto", "digits", "--batch-size", "25"], "--batch-size (25) is lowered to 12: half of the smallest shard"),
+        (["train"], "is lowered to 24: the smallest shard, which has 24 samples"),
     ):
-        lowered = call("train", *flags[:-1], str(tmp_path / asked[0]), *asked)
+        lowered = call(*asked, *flags[:-1], str(tmp_path / asked[0]))
         assert lowered.returncode == 0 and words in lowered.stdout, str(lowered)
-    assert json.loads((tmp_path / "--freeze" / "summary.json").read_text())["steps"] > 0
+    assert json.loads((tmp_path / "train" / "summary.json").read_text())["steps"] > 0

@@ -22,6 +22,14 @@ for _ in range(2):
 print(faults() - before)
 """
 PROGRAM = "import hvfreeze.__main__ as program; program.main = lambda: 0; program.program()"
+SHORT = """
+import threading, time
+from hvfreeze import allocator
+allocator.available_bytes = lambda: 0
+allocator.keep_memory()
+while any(thread.name == "memory" for thread in threading.enumerate()):
+    time.sleep(0.01)
+"""
 PAGES = 4 * 2**26 // os.sysconf("SC_PAGESIZE")
 """Of what is allocated in the second round."""
 
@@ -40,6 +48,11 @@ def test_the_program_keeps_freed_memory_unless_the_environment_sets_the_allocato
     assert faults(PROGRAM) < PAGES / 20
     for name, value in (("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")):
         assert faults(PROGRAM, **{name: value}) > PAGES * 0.9, name
+
+
+def test_what_is_free_is_returned_once_less_is_available_than_the_process_has() -> None:
+    assert faults(SHORT) > PAGES * 0.9
+    assert faults(SHORT.replace("lambda: 0", "lambda: 2**50").replace("while any", "while False and any")) < PAGES / 20
 
 
 def test_a_script_keeps_what_it_is_told_to_set() -> None:

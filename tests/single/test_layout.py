@@ -52,6 +52,7 @@ ALLOWED = {
     },
     "report": {"errors", "config", "runs", "wording"},
     "doctor": {"errors", "memory", "torchvision_shim", "wording"},
+    "allocator": {"memory"},
     "cache": {"errors", "files", "wording"},
     "user_code": {"errors"},
     "files": {"errors"},

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.comm.resources import give_back, memory_budget
+from hvfreeze.allocator import give_back
+from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.heads.kept_points import KeptPoints
@@ -79,8 +80,9 @@ def solve(
     asked: Any = {"classes": layer.out_features, "world": world}
     asked |= {"trained": terms.trained}
     if isinstance(layer, KernelHead):
-        # What training has freed is the solver's to take.
+        # What training has freed on all ranks of the node is the solver's to take.
         give_back()
+        world.barrier(name="head.memory")
         asked |= {"centres": centres, "kept": kept, "memory_bytes": solver_memory(world.local_size)}
         fit = fit_kernel(rows, read=stop, watch=partial(stop, 0), **asked)
     elif gather(rows, world=world, stop=stop):

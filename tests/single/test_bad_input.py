@@ -48,7 +48,7 @@ USAGE = [
     ("--train-samples 5", ["--train-samples (5)", "at least 10"]),
     ("--train-samples 5000000", ["--train-samples (5000000)", "at most"]),
     ("--validation-fraction 1", ["--validation-fraction (1.0)", "[0, 1)"]),
-    ("--batch-size 4096", ["--batch-size (4096)", "smallest shard", "96"]),
+    ("--batch-size 0", ["--batch-size (0)", "at least 1"]),
     ("--batch-size 1 --image-size 16", ["--batch-size (1)", "2 samples", "16x16", "BatchNorm stage3.", "--image-size"]),
     ("--batch-size 1 --image-size 16 --time-budget 1h", ["--batch-size (1)", "BatchNorm"]),
     ("--strategy grid --micro-batches 9 --image-size 16", ["--micro-batches (9) of --batch-size (16)", "BatchNorm"]),

@@ -122,16 +122,18 @@ def test_a_damaged_sample_is_called_by_its_file(
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["head"]["left_out"] == [23]
 
 
-def test_few_samples_are_solved_for_in_smaller_batches_and_a_batch_that_was_asked_for_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_that_the_smallest_shard_does_not_fill_is_lowered(tmp_path: Path) -> None:
     few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
     flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
     told = call("train", *flags)
-    assert told.returncode == 0 and "batches of 12, half of the smallest shard" in told.stdout, str(told)
+    assert told.returncode == 0 and "(32) is lowered to 12: half of the smallest shard" in told.stdout, str(told)
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
     again = call("train", *flags, "--resume")
     assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
-    for asked in (["--batch-size", "25"], ["--freeze", "none"]):
-        refused = call("train", *flags[:-1], str(tmp_path / "asked"), *asked)
-        assert refused.returncode == 2 and "no larger than the smallest shard" in refused.stderr, str(refused)
+    for asked, words in (
+        (["--batch-size", "25"], "--batch-size (25) is lowered to 12: half of the smallest shard"),
+        (["--freeze", "none"], "is lowered to 24: the smallest shard, which has 24 samples"),
+    ):
+        lowered = call("train", *flags[:-1], str(tmp_path / asked[0]), *asked)
+        assert lowered.returncode == 0 and words in lowered.stdout, str(lowered)
+    assert json.loads((tmp_path / "--freeze" / "summary.json").read_text())["steps"] > 0

@@ -45,7 +45,7 @@ def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
     told = train(tmp_path / "run", "--train-samples", "400", "--head-fit", head_fit)
     solve, finish = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     shown = re.search(r"head fitted: held-out accuracy ([\d.]+) %, loss ([\d.]+)", told.stdout)
-    tested = re.search(r"result \| test ([\d.]+) %", told.stdout)
+    tested = re.search(r"result: test accuracy ([\d.]+) %", told.stdout)
     assert shown is not None and tested is not None and "train 1" not in told.stdout, str(told)
     held_out = float(shown[1])
     assert held_out == pytest.approx(100 * solve["held_out_accuracy"], abs=0.1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.heads.gram import Iterate, Led, Solved, Tiles, gaussian, solve
+from hvfreeze.heads.gram import Led, Solved, Tiles, gaussian, solve
 from hvfreeze.heads.kernel_choice import targets
 from hvfreeze.heads.landmarks import leading
 
@@ -143,8 +143,6 @@ def solve_centres(
     inverse_is_close: bool,
     penalty: float,
     most_steps: int,
-    begun: Iterate | None,
-    keep: Callable[[Iterate], None],
 ) -> Solved:
     """Return A, (M, C), with (K_C' K_C + penalty K_CC) A = `right`. To be called in `CentreProducts.lead`.
 
@@ -155,8 +153,6 @@ def solve_centres(
         inverse_is_close: see there; the tolerance is then `ANSWERS_TOLERANCE`.
         penalty: above 0.
         most_steps: after which it ends all the same.
-        begun: see `gram.solve`.
-        keep: see there.
     """
 
     def product(vectors: Tensor) -> Tensor:
@@ -171,8 +167,6 @@ def solve_centres(
         tolerance=tolerance_of(inverse_is_close),
         most_steps=most_steps,
         tell=products.tell,
-        begun=begun,
-        keep=keep,
     )
 
 

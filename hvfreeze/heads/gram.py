@@ -206,19 +206,6 @@ class Gram(Led):
 MOST_STEPS = 200
 
 
-class Iterate(NamedTuple):
-    """How far conjugate gradients have come: from here they go on as if they had never stopped, bit for bit."""
-
-    found: Tensor
-    left: Tensor
-    direction: Tensor
-    """(N, C) float64 each: X so far, its residual and where the next step goes."""
-    slope: Tensor
-    whole: Tensor
-    """(C,) float64 each: the squared size of the residual, and of what `Solved.error` is a part of."""
-    steps: int
-
-
 class Solved(NamedTuple):
     """Where the solver ended."""
 
@@ -226,15 +213,9 @@ class Solved(NamedTuple):
     """X, (N, C) float64."""
     left: Tensor
     """The residual B - A X, (N, C) float64."""
-    whole: Tensor
-    """(C,) float64, the squared size of what `error` is a part of."""
     steps: int
     error: float
     """The largest |left| of a column as a part of its right side, or as `solve` was asked to measure it."""
-
-    def as_iterate(self) -> Iterate:
-        """Return from where a solver that measures the residual has nothing to do."""
-        return Iterate(self.vectors, self.left, torch.zeros_like(self.left), self.whole, self.whole, self.steps)
 
 
 def solve(
@@ -246,8 +227,6 @@ def solve(
     most_steps: int,
     tell: Callable[[float, float], None],
     inverse_is_close: bool = False,
-    begun: Iterate | None = None,
-    keep: Callable[[Iterate], None] = lambda iterate: None,
 ) -> Solved:
     """Return X with A X = B by conjugate gradients, for A symmetric and positive; each column is solved by itself.
 
@@ -260,21 +239,16 @@ def solve(
         tell: takes `Solved.error` so far and the tolerance, before each product.
         inverse_is_close: `inverse` is A^-1 but for a small factor: sizes of `Solved.error` are then roots of
             V' A^-1 V. Of a least squares problem this measures how far its answers are off.
-        begun: from where to go on; it is overwritten.
-        keep: takes from where to go on where `product` raises Stopped.
     """
 
     def ratio(above: Tensor, below: Tensor) -> Tensor:
         # 0 where a column is solved and nothing is left to divide by.
         return torch.where(below > 0, above / below, 0.0)
 
-    if begun is None:
-        found, left, steps = torch.zeros_like(right), right.clone(), 0
-        direction = inverse(left)
-        slope = (left * direction).sum(0)
-        whole = slope if inverse_is_close else right.square().sum(0)
-    else:
-        found, left, direction, slope, whole, steps = begun
+    found, left, steps = torch.zeros_like(right), right.clone(), 0
+    direction = inverse(left)
+    slope = (left * direction).sum(0)
+    whole = slope if inverse_is_close else right.square().sum(0)
 
     def measured() -> float:
         rest = slope if inverse_is_close else left.square().sum(0)
@@ -283,11 +257,7 @@ def solve(
     error = measured()
     while error > tolerance and steps < most_steps:
         tell(error, tolerance)
-        try:
-            moved = product(direction)
-        except Stopped:
-            keep(Iterate(found, left, direction, slope, whole, steps))
-            raise
+        moved = product(direction)
         length = ratio(slope, (direction * moved).sum(0))
         found += length * direction
         left -= length * moved
@@ -295,4 +265,4 @@ def solve(
         before, slope = slope, (left * closer).sum(0)
         direction = closer + ratio(slope, before) * direction
         steps, error = steps + 1, measured()
-    return Solved(found, left, whole, steps, error)
+    return Solved(found, left, steps, error)

@@ -36,7 +36,6 @@ from hvfreeze.heads.centres import (
     tolerance_of,
 )
 from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
-from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.kernel_choice import (
     Choice,
     Tried,
@@ -52,7 +51,7 @@ from hvfreeze.heads.landmarks import Factor
 from hvfreeze.heads.moments import check_choice
 from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, OwnPoints, everyones, marks_of, points_of
 from hvfreeze.heads.rows import WholeRows
-from hvfreeze.heads.solution import MirrorTrial, PenaltyTrial, Solution, Stopped
+from hvfreeze.heads.solution import MirrorTrial, PenaltyTrial, Solution
 
 
 class KernelHead(nn.Module):
@@ -191,7 +190,6 @@ def choose_head(
     directions: int = MOST_DIRECTIONS,
     trained: bool = False,
     compare_mirrored: bool = False,
-    kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> Chosen | None:
@@ -203,15 +201,11 @@ def choose_head(
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    mine = None if kept is None else kept.load()
+    mine = points_of(rows, directions=directions, world=world, stop=read)
     if mine is None:
-        mine = points_of(rows, directions=directions, world=world, stop=read)
-        if mine is None:
-            return None
-        # Rows are read no more, and what they take is the likenesses' to have.
-        rows.forget()
-        if kept is not None:
-            kept.keep(mine)
+        return None
+    # Rows are read no more, and what they take is the likenesses' to have.
+    rows.forget()
     marks = marks_of(mine, world=world)
     check_choice(int(marks.held_out.sum()), len(values))
     few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
@@ -257,7 +251,6 @@ def fit_kernel(
     centres: int | None = None,
     trained: bool = False,
     compare_mirrored: bool = False,
-    kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
@@ -279,7 +272,6 @@ def fit_kernel(
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
             then only held-out rows choose, also of few.
         compare_mirrored: whether mirror images are left out where the head is better without them.
-        kept: the rows' points where they are kept, else keeps them; None keeps nothing.
         read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
         watch: called with how far the solution is, often; true on some rank ends the search.
 
@@ -295,7 +287,6 @@ def fit_kernel(
         penalties=penalties,
         trained=trained,
         compare_mirrored=compare_mirrored,
-        kept=kept,
         read=read,
         watch=watch,
     )
@@ -314,10 +305,10 @@ def fit_kernel(
     give_back()
     if count < len(used.labels):
         beside = beside_centres(memory_bytes, centres=count, rows=len(share.points), columns=columns, world=world)
-        end = compare_some(count, share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
+        end = compare_some(count, share, Ends(tolerance, most_steps, beside, watch), world=world)
     else:
         beside = beside_vectors(memory_bytes, rows=count, columns=columns, classes=classes, world=world)
-        end = compare_all(share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
+        end = compare_all(share, Ends(tolerance, most_steps, beside, watch), world=world)
     if end is None:
         return None
     solution = replace(
@@ -439,8 +430,6 @@ class Ends(NamedTuple):
     most_steps: int
     memory_bytes: int
     watch: Callable[[str], bool]
-    kept: KeptPoints | None
-    """Beside which a solver that is stopped is kept."""
 
 
 class End(NamedTuple):
@@ -511,20 +500,14 @@ def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End |
             if factored
             else inverse_by_landmarks(centres, penalty, rows=rows)
         )
-        stopped = None if ends.kept is None else ends.kept.solver(right, {"penalty": penalty, "centres": count})
-        result = solve_centres(
+        return solve_centres(
             products,
             right,
             inverse=inverse,
             inverse_is_close=factored,
             penalty=penalty,
             most_steps=ends.most_steps,
-            begun=stopped.load(right.shape[1]) if stopped else None,
-            keep=stopped.keep if stopped else lambda iterate: None,
         )
-        if stopped:
-            stopped.remove()
-        return result
 
     solved = world.broadcast_object(products.lead(solving), name="head.fit")
     if solved is None:
@@ -599,9 +582,6 @@ def step_through_all(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> Fit
     known, others = Factor(rows.points), ~rows.held_out[:, None]
     # What finding these took, before the likenesses take theirs.
     give_back()
-    # What is solved in pieces begins anew.
-    in_one = (together or not share.judged) and classes <= columns_at_once(len(right))
-    stopped = ends.kept.solver(right, {"penalty": penalty}) if ends.kept is not None and in_one else None
 
     def fitted_to(*masks: Tensor) -> Solved:
         columns = classes * len(masks)
@@ -613,21 +593,12 @@ def step_through_all(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> Fit
             known=known,
             tolerance=ends.tolerance,
             most_steps=ends.most_steps,
-            begun=stopped.load(columns) if stopped else None,
-            keep=stopped.keep if stopped else lambda iterate: None,
         )
 
     solved, answers = fitted_to(everything, others) if together else fitted_to(everything), None
     if share.judged:
         judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
-        try:
-            answers = gram.times(judged).double()
-        except Stopped:
-            if stopped:
-                stopped.keep(solved.as_iterate())
-            raise
-    if stopped:
-        stopped.remove()
+        answers = gram.times(judged).double()
     vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
     # With the residual the answers need no other product.
     return Fit(vectors, right - left - penalty * vectors, answers, solved.steps, solved.error)

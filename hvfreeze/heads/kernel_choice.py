@@ -9,7 +9,7 @@ gradients.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.heads.gram import MOST_STEPS, Gram, Iterate, Solved, gaussian, solve
+from hvfreeze.heads.gram import MOST_STEPS, Gram, Solved, gaussian, solve
 from hvfreeze.heads.landmarks import Factor
 from hvfreeze.heads.points import AllRows, Marks
 from hvfreeze.heads.solution import PenaltyTrial, doubt
@@ -90,8 +90,6 @@ def solve_ridge(
     known: Factor,
     tolerance: float,
     most_steps: int,
-    begun: Iterate | None = None,
-    keep: Callable[[Iterate], None] = lambda iterate: None,
 ) -> Solved:
     """Return X, (N, C), with (K + penalty) X = `right`; rows that are not fitted are left out of K, X and `right`.
 
@@ -105,8 +103,6 @@ def solve_ridge(
         known: of K.
         tolerance: see `gram.solve`.
         most_steps: see `gram.solve`.
-        begun: see there; only where all right sides are solved at a time.
-        keep: see there, and `begun`.
     """
     most, columns = columns_at_once(len(right)), right.shape[1]
     if columns > most:
@@ -122,8 +118,8 @@ def solve_ridge(
             )
             for some in (slice(first, first + most) for first in range(0, columns, most))
         ]
-        vectors, left, whole, steps, errors = zip(*pieces)
-        return Solved(torch.cat(vectors, 1), torch.cat(left, 1), torch.cat(whole), max(steps), max(errors))
+        vectors, left, steps, errors = zip(*pieces)
+        return Solved(torch.cat(vectors, 1), torch.cat(left, 1), max(steps), max(errors))
     mask = fitted.double()
     return solve(
         lambda vectors: (gram.times(vectors).double().add_(penalties * vectors)).mul_(mask),
@@ -132,8 +128,6 @@ def solve_ridge(
         tolerance=tolerance,
         most_steps=most_steps,
         tell=gram.tell,
-        begun=begun,
-        keep=keep,
     )
 
 

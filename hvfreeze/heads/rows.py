@@ -205,26 +205,12 @@ class RowsOfBatches:
         """Let go of rows that are kept."""
         self._chunks.clear()
 
-    def bare(self) -> tuple[Ids, Chunk]:
-        """Return all views, (N,), and all rows as one chunk without features, (N, 0): nothing is fetched."""
-        group = [batch for group in self._groups for batch in group]
-        views = np.concatenate([np.empty(0, np.int64), *(batch.views[: batch.counted] for batch in group)])
-        return views, self._chunk(group, torch.zeros(self.count, 0))
-
-    def first_features(self) -> Tensor:
-        """Return the features of the first batch, (B, D); none where there is no batch."""
-        if not self._groups:
-            return torch.zeros(0, self.width)
-        batch = self._groups[0][0]
-        return self._fetch(batch)[: batch.counted].clone()
-
-    def _chunk(self, group: Sequence[Batch], features: Tensor | None = None) -> Chunk:
+    def _chunk(self, group: Sequence[Batch]) -> Chunk:
         none = np.empty(0, np.int64)
         ids = np.concatenate([none, *(batch.ids[: batch.counted] for batch in group)])
         views = np.concatenate([none, *(batch.views[: batch.counted] for batch in group)])
-        if features is None:
-            # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
-            features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
+        # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
+        features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
         labels = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.labels[: batch.counted] for batch in group)])
         held_out, mirrored = torch.from_numpy(self._held_out[ids]), torch.from_numpy(self._mirrored(ids, views))
         return Chunk(features, labels, held_out, torch.from_numpy(ids), mirrored)

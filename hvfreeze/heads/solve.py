@@ -16,7 +16,6 @@ from torch.nn import functional
 from hvfreeze.comm.resources import give_back, memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
-from hvfreeze.heads.kept_points import KeptPoints
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_softmax
 from hvfreeze.heads.multilevel import SolvableHead, take
@@ -54,7 +53,6 @@ def solve(
     *,
     world: World,
     centres: int | None,
-    kept: KeptPoints | None,
     stop: Stop,
     count: Callable[[Tensor, Tensor, float], None],
 ) -> Solution | None:
@@ -66,7 +64,6 @@ def solve(
         terms: by which the rows are marked already.
         world: the ranks.
         centres: that a kernel head compares rows with; None chooses.
-        kept: a kernel head's points, kept or to be kept; None keeps nothing.
         stop: called after every few batches with the number of rows that have their features, and with 0, often, while
             the solution is computed, then perhaps with how far it is; true on some rank ends it all.
         count: called at the end with the logits, (B, classes), labels and mean loss of every batch.
@@ -81,7 +78,7 @@ def solve(
     if isinstance(layer, KernelHead):
         # What training has freed is the solver's to take.
         give_back()
-        asked |= {"centres": centres, "kept": kept, "memory_bytes": solver_memory(world.local_size)}
+        asked |= {"centres": centres, "memory_bytes": solver_memory(world.local_size)}
         fit = fit_kernel(rows, read=stop, watch=partial(stop, 0), **asked)
     elif gather(rows, world=world, stop=stop):
         return None

@@ -19,7 +19,6 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.frozen_prefix import hold_still
-from hvfreeze.heads.kept_points import KeptPoints, PointStore
 from hvfreeze.heads.kernel import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
@@ -124,7 +123,6 @@ class FittedHead:
                 terms,
                 world=self.world,
                 centres=self.centres,
-                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not terms.trained else None,
                 stop=stop,
                 count=count,
             )
@@ -132,22 +130,6 @@ class FittedHead:
             self._exchanged_bytes += found.exchanged_bytes
             self._summary = {"head": found.summary()}
         return found
-
-    def _kept_points(self, rows: RowsOfBatches) -> KeptPoints | None:
-        """Return where the points of an untrained network's rows are kept, None where nothing is cached. Collective."""
-        terms = self.training.terms
-        if not terms.cacheable:
-            return None
-        store = PointStore(
-            directory=terms.costs.directory,
-            features=self.training.source.fingerprint([CUT]),
-            stop=terms.settings.cache_failure == "stop",
-            private=not terms.settings.cache_shared,
-            budget=terms.costs.budget,
-            owner=terms.owner,
-            say=terms.say,
-        )
-        return KeptPoints(rows, store, world=self.world)
 
     def settle(self) -> None:
         """Do nothing: every rank has the same features and the same head."""

@@ -19,8 +19,7 @@ from hvfreeze.data.batches import padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import Gram, Iterate, Tiles, gaussian
-from hvfreeze.heads.kept_points import StoppedSolver
+from hvfreeze.heads.gram import Gram, Tiles, gaussian
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
@@ -199,7 +198,7 @@ def test_a_solution_leaves_neither_rows_nor_a_second_copy_of_the_head(*, kernel:
         memory_bytes=PLENTY,
     )
     layer = KernelHead(rows.width, CLASSES) if kernel else torch.nn.Linear(rows.width, CLASSES)
-    asked: dict[str, Any] = {"world": SoloWorld(), "centres": None, "kept": None}
+    asked: dict[str, Any] = {"world": SoloWorld(), "centres": None}
     fit = solve(rows, layer, terms, **asked, stop=lambda rows, note="": False, count=lambda *of: None)
     assert type(fit) is Solution and fit.rows == 530
     assert bool(rows._chunks) != kernel
@@ -404,23 +403,3 @@ def test_all_classes_count_where_they_are_solved_a_few_at_a_time(monkeypatch: py
 def test_vectors_on_centres_count_for_all_columns() -> None:
     left = partial(fitting.beside_centres, 10**6, centres=10, rows=100, world=SoloWorld())
     assert [left(columns=columns) for columns in (0, 2, 1000)] == [10**6, 10**6 - 2 * (112 * 10 + 1600), 0]
-
-
-def test_two_jobs_may_keep_the_same_solver_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, said = tmp_path / "solver-1.pt", list[str]()
-    ones = Iterate(*[torch.ones(4, 2, dtype=torch.float64)] * 3, *[torch.ones(2, dtype=torch.float64)] * 2, 1)
-    mine, theirs = (StoppedSolver(path, 4, said.append) for _ in range(2))
-    save = torch.save
-
-    def meanwhile(content: Any, file: Any) -> None:
-        save(content, file)
-        monkeypatch.setattr(torch, "save", save)
-        theirs.keep(ones._replace(steps=2))
-
-    monkeypatch.setattr(torch, "save", meanwhile)
-    mine.keep(ones)
-    found = theirs.load(2)
-    assert found is not None and found.steps == 1 and said == ["the solver goes on after 1 steps"]
-    (tmp_path / "solver-1.0123.part").touch()
-    mine.remove()
-    assert not list(tmp_path.iterdir())

@@ -478,7 +478,7 @@ class HeadConfig(Section):
         None,
         "N",
         "with --head-fit kernel: training rows, evenly spread, that all are compared with; default: all of at most "
-        "50 000 rows, of more as many as take about as long",
+        "50 000 rows, of more 10 000",
         read_by="kernel",
     )
 

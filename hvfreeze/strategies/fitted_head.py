@@ -24,6 +24,7 @@ from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
+from hvfreeze.heads.tasks import Classes
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -112,7 +113,6 @@ class FittedHead:
             expect=self.training.expect,
             width=layer.in_features,
             held_out=terms.held_out,
-            mirrored=self.training.images.mirrored,
             memory_bytes=memory_budget(self.world.local_size),
             sampled=terms.sampled if isinstance(layer, KernelHead) else None,
         )
@@ -120,6 +120,7 @@ class FittedHead:
             found = solve(
                 rows,
                 layer,
+                Classes(layer.out_features),
                 terms,
                 world=self.world,
                 centres=self.centres,

@@ -1,7 +1,8 @@
 """Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
 
 `train(Config(...))` runs a configuration and returns its summary; `load_model` returns a finished run's model.
-For a Horovod script: `DistributedOptimizer`, in place of Horovod's, and `CachedLoader`, around the script's own loader.
+For a Horovod script: `DistributedOptimizer`, in place of Horovod's, `CachedLoader`, around the script's own loader, and
+`fit_head`, which fits the last layer in closed form.
 `HvfreezeError` is the base class of all errors. Everything else can be imported from its module, and may move.
 """
 
@@ -20,6 +21,7 @@ _PUBLIC = {
     "DistributedOptimizer": "integration.optimizer",
     "FreezeConfig": "config.sections",
     "HvfreezeError": "errors",
+    "fit_head": "integration.fit_head",
     "load_model": "inference.model",
     "train": "training.run",
 }

@@ -5,13 +5,13 @@
 #                           `--index-url` and the index URL that pytorch.org shows for CPU wheels
 #   ONLY=name               the one benchmark that `make bench` runs
 #   ARGS=...                more arguments for `make demo`, for pytest in `make test`, or for the rounds of `make torture`
-#   JOBS=n                  processes that run tests side by side (the cores but one, 2 at least); one starts ranks
+#   JOBS=n                  processes that run tests side by side (the cores but one, 3 at least); one starts ranks
 
 PYTHON ?=
 TORCH_INDEX_ARGS ?=
 ONLY ?=
 ARGS ?=
-JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 2)))
+JOBS ?= $(shell cores=$$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2); echo $$((cores > 3 ? cores - 1 : 3)))
 
 RUN := .venv/bin/python -m
 
@@ -25,7 +25,7 @@ help: ## list the targets (the default)
 setup: ## prepare .venv/, Horovod with MPI and missing system packages
 	@PYTHON='$(PYTHON)' TORCH_INDEX_ARGS='$(TORCH_INDEX_ARGS)' launch/bootstrap
 
-demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, with --freeze auto; compare
+demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, and hvfreeze auto; compare
 	$(RUN) analysis.demo $(ARGS)
 
 # Tests with ranks come first, so that no process is left alone with them; see tests/conftest.py. Where Python may not

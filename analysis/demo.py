@@ -1,4 +1,4 @@
-"""`make demo`: fine-tune a ResNet-18 with 2 ranks, in full, frozen by vote, cached too, with --freeze auto; compare.
+"""`make demo`: fine-tune a ResNet-18 with 2 ranks, in full, frozen by vote, cached too, and hvfreeze auto; compare.
 
     python -m analysis.demo                       scikit-learn's digits: no network, under 3 minutes on 2 cores
     python -m analysis.demo --data-dir DIR        CIFAR-10 instead, also with $HVFREEZE_DATA set: some minutes
@@ -112,7 +112,7 @@ def run_stage(stage: Stage, *, ranks: int) -> None:
     Raises:
         StageError: the program failed; with its last lines.
     """
-    command = launch(ranks, ("train", *stage.flags, "--run-dir", str(stage.run_dir)))
+    command = launch(ranks, (*stage.command, *stage.flags, "--run-dir", str(stage.run_dir)))
     log = stage.run_dir.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()

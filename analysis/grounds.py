@@ -67,6 +67,8 @@ class Ground:
     """A task, and a network that was trained on another."""
 
     words: str
+    images: int
+    """Training images."""
     flags: Mapping[str, Value] = field(default_factory=dict)
     batch: int = 64
     """Of a rank, in full fine-tuning."""
@@ -86,28 +88,32 @@ class Ground:
 
 def few_of(name: str, ground: Ground) -> Ground:
     """Return the ground with `FEW` of its images."""
-    words = f"{'CIFAR-10' if name == 'cifar' else ground.words}, {FEW} images"
+    words = f"{ground.words.partition(',')[0]}, {FEW} images"
     flags = {**ground.flags, "train_samples": FEW}
-    return replace(ground, words=words, flags=flags, batch=32, folder=name)
+    return replace(ground, words=words, images=FEW, flags=flags, batch=32, folder=name)
 
 
 GROUNDS = {
-    "photographs": Ground(words="photographs of signed digits", flags=LITE, batch=16),
-    "counting": Ground(words="counting dots in noise", flags=RESNET),
-    "rotation": Ground(words="by how much an image is turned", flags=RESNET, full={"mirror": "off"}),
-    "cifar": Ground(words="5 000 images of CIFAR-10", flags={**RESNET, "train_samples": 5_000}),
+    "photographs": Ground(words="photographs of signed digits", images=1_438, flags=LITE, batch=16),
+    "counting": Ground(words="counting dots in noise", images=4_000, flags=RESNET),
+    "rotation": Ground(
+        words="predicting the rotation angle of an image", images=5_000, flags=RESNET, full={"mirror": "off"}
+    ),
+    "cifar": Ground(words="CIFAR-10, 5,000 images", images=5_000, flags={**RESNET, "train_samples": 5_000}),
 }
 FEW = 600
 GROUNDS |= {f"few-{name}": few_of(name, GROUNDS[name]) for name in ("counting", "rotation", "cifar")}
 GROUNDS |= {
     "photographs-224": Ground(
         words="photographs of signed digits, 224 pixels",
+        images=1_438,
         flags={**LITE, "image_size": 224},
         batch=16,
         folder="photographs",
     ),
     "cifar-64": Ground(
-        words="5 000 images of CIFAR-10, 64 pixels",
+        words="CIFAR-10, 5,000 images, 64 pixels",
+        images=5_000,
         flags={
             "model": "resnet18",
             "weights": "resnet18-cifar100-64px-fp16.pt",
@@ -117,7 +123,8 @@ GROUNDS |= {
         folder="cifar",
     ),
     "mobilenet": Ground(
-        words="5 000 images of five classes of CIFAR-10, MobileNetV3",
+        words="five classes of CIFAR-10, 5,000 images, MobileNetV3",
+        images=5_000,
         flags={
             "model": "mobilenet_v3_small",
             "weights": "mobilenet_v3_small-half-of-cifar10.pt",

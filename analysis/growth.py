@@ -214,7 +214,11 @@ def image_words(run: Planned, folder: str, data_dir: Path | None, weights: Path 
     }
     flags |= {"train-samples": run.rows} if run.rows < max(IMAGES) else {}
     words = [f"--{name}={value}" for name, value in flags.items()]
-    return ["train", *words, *run.way.split(), "--quiet", f"--run-dir={folder}/run"]
+    if run.way.startswith(AUTO):
+        words = ["auto", str(data_dir), *words[2:], *run.way.removeprefix(AUTO).split()]
+    else:
+        words = ["train", *words, *run.way.split()]
+    return [*words, "--quiet", f"--run-dir={folder}/run"]
 
 
 def kept(path: Path) -> list[Line]:

@@ -1,6 +1,7 @@
 """Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
 
-`train(Config(...))` runs a configuration and returns its summary; `load_model` returns a finished run's model.
+`auto("photos", weights="DEFAULT")` fine-tunes on a folder of images; `train(Config(...))` runs any configuration. Both
+return the run's summary. `load_model` returns a finished run's model.
 For a Horovod script: `DistributedOptimizer`, in place of Horovod's, `CachedLoader`, around the script's own loader, and
 `fit_head`, which fits the last layer in closed form.
 `HvfreezeError` is the base class of all errors. Everything else can be imported from its module, and may move.
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _PUBLIC = {
+    "auto": "training.run",
     "CachedLoader": "integration.cached_loader",
     "Config": "config.tree",
     "DistributedOptimizer": "integration.optimizer",

@@ -1,4 +1,4 @@
-"""The program: `hvfreeze train`, alone or as one rank under horovodrun or mpirun, and the commands beside it.
+"""The program: `hvfreeze auto` and `train`, alone or as one rank under horovodrun or mpirun, and the other commands.
 
 Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` should not wait for it.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hvfreeze.cli import parse, perform
+from hvfreeze.cli import RUNS, parse, perform
 from hvfreeze.config.flags import configuration, given
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
 from hvfreeze.torch_imports import kept_for_good
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        if words[:1] == ["train"] and not {"-h", "--help"} & set(words):
+        if words[:1] and words[0] in RUNS and not {"-h", "--help", "--help-all"} & set(words):
             return train(words)
         return max(perform(words), flush_output())
     except HvfreezeError as error:
@@ -99,7 +99,7 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
 
         def understood() -> tuple[Config, frozenset[str]]:
             options = parse(arguments)
-            return configuration(options), given(options)
+            return configuration(options), frozenset(given(options))
 
         config, flags = raise_on_all_ranks(world, understood, name="configuration")
         summary = run(config, world, asked=asked, started=started, given=flags)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze import __version__
-from hvfreeze.config.flags import EXIT_CODES, Parser, add_train, flag_of
-from hvfreeze.config.tree import did_you_mean, leaves
+from hvfreeze.config.flags import EXIT_CODES, Parser, add_auto, add_train, flag_of, settings_of_auto
+from hvfreeze.config.tree import RENAMED, did_you_mean, leaves
 from hvfreeze.errors import UsageError
 from hvfreeze.torch_imports import kept_for_good
 
@@ -19,7 +19,7 @@ DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front laye
 
 @dataclass(frozen=True)
 class Command:
-    """A command beside train."""
+    """A command that makes no run."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], Any]
@@ -233,6 +233,10 @@ COMMANDS = {
 }
 
 
+RUNS = ("auto", "train")
+"""The commands that make a run."""
+
+
 def build_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(
@@ -244,6 +248,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hvfreeze {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    add_auto(commands)
     add_train(commands)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, allow_abbrev=False))
@@ -257,19 +262,30 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: an unknown command or flag, or a value of the wrong type.
         SystemExit: --help or --version was asked for and printed.
     """
-    names = ("train", *COMMANDS)
+    names = (*RUNS, *COMMANDS)
     if arguments and arguments[0] not in names and not arguments[0].startswith("-"):
         hint = did_you_mean(arguments[0], dict.fromkeys(names))
         raise UsageError(f"unknown command '{arguments[0]}'{hint}; the commands are {', '.join(names)}")
     options, rest = build_parser().parse_known_args(list(arguments))
     if rest:
-        flags = {flag_of(leaf): None for leaf in leaves()} if options.command == "train" else {}
-        word = rest[0].partition("=")[0]
-        raise UsageError(f"unknown argument '{rest[0]}'{did_you_mean(word, flags)}")
+        raise UsageError(f"unknown argument '{rest[0]}'{hint_at(rest[0].partition('=')[0], options.command)}")
     return options
 
 
+def hint_at(word: str, command: str) -> str:
+    """Return what may have been meant by an argument that a command does not know, or the empty string."""
+    if command not in RUNS:
+        return ""
+    known = [flag_of(leaf) for leaf in (leaves() if command == "train" else settings_of_auto())]
+    renamed = {flag_of(before): flag_of(leaf) for before, leaf in RENAMED.items()}
+    if word in renamed:
+        return f"; it is {renamed[word]} now"
+    if word.removeprefix("--").replace("-", "_") in leaves():
+        return "; it is a flag of hvfreeze train"
+    return did_you_mean(word, dict.fromkeys(known))
+
+
 def perform(arguments: Sequence[str]) -> int:
-    """Run a command beside train, and return its exit code."""
+    """Run a command that makes no run, and return its exit code."""
     options = vars(parse(arguments))
     return COMMANDS[options.pop("command")].perform(**options)

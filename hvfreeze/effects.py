@@ -145,7 +145,7 @@ def order(plan: Plan, value: Any) -> Found:
 
 
 def views(plan: Plan, value: str) -> Found:
-    """Look for training, or for fixed views: --freeze auto solves a head on each sample as it is without them."""
+    """Look for training, or for fixed views: hvfreeze auto solves a head on each sample as it is without them."""
     read = bool(plan.trained) or not plan.config.freeze.auto or value.startswith("views")
     return unless(read, "a head is solved on each sample as it is, or on fixed views, as with --augment views:K")
 
@@ -291,7 +291,7 @@ def observed(plan: Plan, value: Any) -> Found:
 
 
 def tuning(plan: Plan, value: Any) -> Found:
-    """Look for a fine-tuning of --freeze auto."""
+    """Look for a fine-tuning of hvfreeze auto."""
     return unless(bool(plan.trained) or value == "none", plan.solves_alone)
 
 
@@ -355,7 +355,7 @@ READERS: dict[str, Reader] = {
     "cached-rows": cached_rows,
     "cadence": cadence,
     "criteria": criteria,
-    # Blocks that are frozen from the start; with --freeze auto, while others are tuned.
+    # Blocks that are frozen from the start; in hvfreeze auto, while others are tuned.
     "cut": lambda plan, value: tuning(plan, value) if plan.config.freeze.auto else None,
     "cuts": cuts,
     "decay": lambda plan, value: unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0"),
@@ -376,7 +376,7 @@ READERS: dict[str, Reader] = {
     ),
     "kernel": lambda plan, value: unless(
         any(part.config.head.head_fit == "kernel" for part in plan.solved),
-        "no head compares samples, as with --head-fit kernel or --freeze auto",
+        "no head compares samples, as with --head-fit kernel or hvfreeze auto",
     ),
     "line": line,
     "mirror-images": mirror_images,

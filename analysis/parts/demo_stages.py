@@ -15,7 +15,7 @@ PRETRAINED = "pretrained"
 CIFAR_PER_CLASS = {"train": 500, "test": 100}
 # Checkpoints would be most of what such short runs write and wait for; the model is kept at the end all the same.
 COMMON = ("--model", "resnet18", "--schedule", "cosine", "--checkpoint-every", "0")
-AUTO = ("--model", "resnet18", "--freeze", "auto", "--checkpoint-every", "0")
+AUTO = ("--model", "resnet18", "--checkpoint-every", "0")
 
 Flags = tuple[str, ...]
 
@@ -30,7 +30,7 @@ class Task:
     tuning: Flags
     vote: Flags
     auto: Flags
-    """Of the run with --freeze auto, which has no learning rate: it solves the head, and tunes where that pays."""
+    """Of `hvfreeze auto`, which needs no learning rate."""
 
 
 # A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.
@@ -59,6 +59,8 @@ class Stage:
     title: str
     run_dir: Path
     flags: Flags
+    command: Flags = ("train",)
+    """The command, and the data of `hvfreeze auto`."""
 
 
 def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stage]:
@@ -85,8 +87,10 @@ def plan(out: Path, *, data_dir: Path | None, weights: Path | None) -> list[Stag
     cached = (*frozen, "--cache", "auto")
     stages.append(Stage(title="the same, frozen by vote", run_dir=out / "voted", flags=frozen))
     stages.append(Stage(title="the same again, frozen blocks' output cached", run_dir=out / "cached", flags=cached))
-    auto = (*data, *task.auto, *AUTO, "--weights", str(weights))
-    stages.append(Stage(title="--freeze auto: solve a head, tune where that pays", run_dir=out / "auto", flags=auto))
+    place: Flags = ("auto", str(second)) if data_dir is None else ("auto", "cifar10", "--data-dir", str(data_dir))
+    auto = (*task.auto, *AUTO, "--weights", str(weights))
+    title = "hvfreeze auto: fine-tune where that pays, and fit the head"
+    stages.append(Stage(title=title, run_dir=out / "auto", flags=auto, command=place))
     return stages
 
 

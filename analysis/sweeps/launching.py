@@ -19,6 +19,7 @@ from pathlib import Path
 
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.presets import PlannedRun
+from hvfreeze.config.flags import words_of
 from hvfreeze.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,10 +78,7 @@ def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
         values["cache_dir"] = site.work.resolve() / str(values["cache_dir"])
     if site.weights is not None and values.get("weights", "none") != "none":
         values["weights"] = site.weights.resolve().with_name(str(values["weights"]))
-    words = ["train"]
-    for name, value in values.items():
-        words += ["--" + name.replace("_", "-")] if value is True else ["--" + name.replace("_", "-"), str(value)]
-    return [*words, "--resume"]
+    return [*words_of(values), "--resume"]
 
 
 def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str = "") -> list[str]:

@@ -1,18 +1,21 @@
-"""The train command's flags, with the names and meanings of the configuration's leaves."""
+"""The flags of `hvfreeze train` and `hvfreeze auto`, with the names and meanings of the settings."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import os
+import shlex
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvfreeze.config.sections import AUTO, DATA_SETS, TEXT
 from hvfreeze.config.tree import Config, asked_for, from_dict, is_of_run, leaves, read_yaml
 from hvfreeze.errors import UsageError
+from hvfreeze.user_code import is_named_code
 
 EXAMPLES = """examples:
   hvfreeze train
@@ -22,10 +25,6 @@ EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze train --data cifar10 --weights DEFAULT \\
       --image-size 64 --lr 0.02 --schedule cosine --freeze coherence --augment views:2 --cache auto
       four nodes; once blocks are frozen, epochs read their output from the cache
-  mpirun -np 4 --bind-to none hvfreeze train --data imagefolder --data-dir photos --weights DEFAULT \\
-      --image-size 128 --freeze auto --cache auto
-      no learning rate to choose: a head is solved on every block's features, and blocks are tuned where a trial shows
-      that it pays; --epochs 1 solves the head alone
   hvfreeze train --data imagefolder --data-dir photos --image-size 128 --weights DEFAULT --freeze static --cut 3
       your own images in photos/train/<class>/ and photos/test/<class>/, the first three blocks frozen
   mpirun -np 3 --bind-to none hvfreeze train --strategy shared-trunk --data imagefolder --data-dir photos \\
@@ -54,17 +53,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_train(commands: Any) -> None:
-    """Add the train command: a flag for each leaf of the configuration."""
-    train = commands.add_parser(
-        "train",
-        help="fine-tune a model, alone or as one rank of a job",
-        description="Fine-tune a model; front blocks freeze by vote of all ranks.",
-        epilog=EXAMPLES + "\n" + EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+    """Add the train command: a flag for each setting."""
+    train = add_command(
+        commands, "train", "fine-tune a model, with every setting by hand", epilog=f"{EXAMPLES}\n{EXIT_CODES}"
     )
-    train.add_argument("--config", metavar="FILE", type=Path, help="YAML file of the same names; flags override it")
+    train.description = "Fine-tune a model; front blocks freeze by vote of all ranks."
     known = leaves()
     for part in dataclasses.fields(Config):
         group = train.add_argument_group(part.metadata["title"])
@@ -73,18 +66,74 @@ def add_train(commands: Any) -> None:
                 add_flag(group, leaf, kind)
 
 
-def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> None:
-    """Add the flag of one leaf, explained by the text that stands where the leaf is declared."""
+AUTO_EXAMPLES = """examples:
+  hvfreeze auto digits
+  horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze auto photos --weights DEFAULT
+"""
+IMAGES, BUILT_IN = "imagefolder", tuple(name for name in DATA_SETS if name not in ("imagefolder", TEXT))
+NOT_OF_AUTO = ("data", "context", "freeze", "keep", "early_stop")
+"""Settings that `hvfreeze auto` chooses itself, beside those of strategies."""
+
+
+def add_auto(commands: Any) -> None:
+    """Add the auto command: flags for the settings that it does not choose itself; its help shows a few of them."""
+    auto = add_command(commands, AUTO, "fine-tune a model on a folder of images; chooses how", epilog=AUTO_EXAMPLES)
+    auto.usage = f"{auto.prog} DATA [FLAG...]"
+    auto.description = "Fine-tune a model while that pays, then fit its head."
+    auto.add_argument(
+        "source", nargs="?", metavar="DATA", help=f"folder with train/CLASS/, test/CLASS/; {', '.join(BUILT_IN)}"
+    )
+    auto.add_argument("--help-all", action=HelpAll, help="show every flag, with its whole text")
+    for name in settings_of_auto():
+        _, leaf, kind = leaves()[name]
+        action = add_flag(auto, leaf, kind)
+        action.whole_help, action.help = action.help, leaf.metadata["brief"] or argparse.SUPPRESS
+
+
+def settings_of_auto() -> tuple[str, ...]:
+    """Return the settings that `hvfreeze auto` takes, by flag with underscores."""
+    return tuple(name for name, (section, *_) in leaves().items() if section != "strategy" and name not in NOT_OF_AUTO)
+
+
+class HelpAll(argparse.Action):
+    """Prints the help of all flags of a command, with their whole texts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        """Print the help and end the program."""
+        for action in parser._actions:
+            action.help = getattr(action, "whole_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
+def add_command(commands: Any, name: str, text: str, *, epilog: str) -> argparse.ArgumentParser:
+    """Add a command that makes a run."""
+    added: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        epilog=epilog,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    added.add_argument("--config", metavar="FILE", type=Path, help="YAML file of settings; flags override it")
+    return added
+
+
+def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> Any:
+    """Add the flag of one leaf, explained by the text that stands where the leaf is declared, and return its action."""
     flag, text = flag_of(leaf.name), leaf.metadata["help"].replace("%", "%%")
     if bool in (typing.get_args(kind) or (kind,)):
-        group.add_argument(flag, action="store_true", help=text)
-        return
+        return group.add_argument(flag, action="store_true", help=text)
     auto = leaf.metadata["auto"]
     defaults = [] if leaf.default is None else [str(leaf.default)]
-    defaults += [] if auto is None else [f"with --freeze auto: {auto}"]
+    defaults += [] if auto is None else [f"in hvfreeze auto: {auto}"]
     defaults += [f"with --strategy {name}: {value}" for name, value in leaf.metadata["by_strategy"].items()]
     shown = f"{text} [{'; '.join(defaults)}]" if defaults else text
-    group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=shown)
+    return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=shown)
 
 
 def flag_of(leaf: str) -> str:
@@ -98,27 +147,76 @@ def number_or_text(kind: Any) -> type:
     return next(option for option in (int, float, str) if option in options)
 
 
-def given(options: argparse.Namespace) -> frozenset[str]:
-    """Return the settings that stand on the train command's line, by flag with underscores."""
-    return frozenset(vars(options)) & frozenset(leaves())
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that stand on a command line, by flag with underscores.
+
+    Raises:
+        UsageError: the data of `hvfreeze auto` are named in two ways.
+    """
+    flags = {name: value for name, value in vars(options).items() if name in leaves()}
+    if options.command == AUTO:
+        flags |= data_of(options.source, flags.get("data_dir")) if "source" in options else {}
+        flags["freeze"] = AUTO
+    return flags
+
+
+def data_of(source: str, data_dir: str | None) -> dict[str, str]:
+    """Return the settings that name the data of `hvfreeze auto`: a built-in data set, code, or else a folder.
+
+    Raises:
+        UsageError: it is a built-in data set and a folder, or a folder is named twice.
+    """
+    if source in BUILT_IN:
+        if os.path.isdir(source):
+            raise UsageError(
+                f"DATA ({source}) is a built-in data set and a folder here: type ./{source} for the folder, or start "
+                "in another directory for the data set"
+            )
+        return {"data": source}
+    if is_named_code(source):
+        return {"data": source}
+    if data_dir is not None:
+        raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")
+    if not source:
+        raise UsageError("DATA is empty: name a folder of images; a variable of the shell may not be set")
+    return {"data": IMAGES, "data_dir": source}
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the command and its arguments that ask for settings, given by flag with underscores."""
+    rest, words = dict(settings), ["train"]
+    if rest.get("freeze") == AUTO:
+        del rest["freeze"]
+        data = str(rest.pop("data", DATA_SETS[0]))
+        words = [AUTO, str(rest.pop("data_dir", "DIR")) if data == IMAGES else data]
+    for name, value in rest.items():
+        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    return words
 
 
 def configuration(options: argparse.Namespace) -> Config:
-    """Return the configuration that the train command's options ask for.
+    """Return the configuration that a command's options ask for.
 
     Raises:
         UsageError: the file or a value is not acceptable.
     """
-    flags = {name: value for name, value in vars(options).items() if name in leaves()}
-    path: Path | None = getattr(options, "config", None)
+    flags, path = given(options), getattr(options, "config", None)
     if path is None:
-        return from_dict({**of_run_to_resume(flags), **flags}, source="command line")
-    source, tree = f"--config ({path})", read_yaml(path)
-    found = asked_for(tree, source=source)
-    if is_of_run(tree) and not flags.get("resume"):
-        # Its directory holds that run; this is another one.
-        found.pop("run_dir", None)
-    return from_dict({**found, **flags}, source=source)
+        source, found = "command line", of_run_to_resume(flags)
+    else:
+        source, tree = f"--config ({path})", read_yaml(path)
+        found = asked_for(tree, source=source)
+        if is_of_run(tree) and not flags.get("resume"):
+            # Its directory holds that run; this is another one.
+            found.pop("run_dir", None)
+    settings = {**found, **flags}
+    if options.command != AUTO and settings.get("freeze") == AUTO:
+        words = [AUTO, *(["--config", str(path)] if path else []), *words_of(flags)[1:]]
+        words = words_of(flags) if flags.get("freeze") == AUTO else words
+        raise UsageError(f"--freeze auto is a command of its own; type: hvfreeze {shlex.join(words)}")
+    if options.command == AUTO and not {"data", "data_dir"} & settings.keys():
+        raise UsageError("DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits")
+    return from_dict(settings, source=source)
 
 
 OF_A_START = ("quiet", "json")

@@ -56,6 +56,7 @@ def setting(
     text: str,
     *,
     read_by: str = "run",
+    brief: str = "",
     auto: Any = None,
     by_strategy: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -65,10 +66,12 @@ def setting(
     `effects.py` knows it; `run` is what every run has. Where a run lacks one of these, who gave the setting is
     told.
 
+    The help of `hvfreeze auto` shows the flags that have a `brief` text, which fits a line.
+
     Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None. Where
     --strategy is a key of `by_strategy` and nothing was given, its value is taken.
     """
-    metadata = {"metavar": metavar, "help": text, "auto": auto, "read_by": read_by}
+    metadata = {"metavar": metavar, "help": text, "brief": brief, "auto": auto, "read_by": read_by}
     return field(default=default, metadata={**metadata, "by_strategy": by_strategy or {}})
 
 

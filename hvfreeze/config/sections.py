@@ -105,12 +105,24 @@ class DataConfig(Section):
         "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
         "file, default: the sources of Python's standard library",
         read_by="files",
+        brief="where a built-in data set lies",
     )
     context: Window | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")
-    train_samples: Count | None = setting(None, "N", "train on a stratified subset of N samples")
-    validation_fraction: Part = setting(0.0, "F", "hold out this part of the training set, and evaluate on it alone")
+    train_samples: Count | None = setting(
+        None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
+    )
+    validation_fraction: Part = setting(
+        0.0,
+        "F",
+        "hold out this part of the training set, and evaluate on it alone",
+        brief="hold out this share and evaluate on it",
+    )
     image_size: Annotated[int, between(1, MOST_PIXELS)] | None = setting(
-        None, "PIXELS", "side of the squares that images are brought to, see --fit; default: the data's own size"
+        None,
+        "PIXELS",
+        "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
+        "images that differ in size",
+        brief="side in pixels; own size, or 128 if unequal",
     )
     fit: Annotated[str, choice(*FITS)] = setting(
         "crop",
@@ -142,7 +154,11 @@ class DataConfig(Section):
     partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks", read_by="shards")
     shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1", read_by="shards")
     skip_bad: bool = setting(
-        False, "", "leave out images that cannot be decoded, which are looked for before the start", read_by="decoding"
+        False,
+        "",
+        "leave out images that cannot be decoded, which are looked for before the start",
+        read_by="decoding",
+        brief="leave out images that cannot be decoded",
     )
     augment: str = setting(
         "fresh",
@@ -150,14 +166,15 @@ class DataConfig(Section):
         "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)",
         read_by="views",
     )
-    mirror: Annotated[str, choice("auto", "on", "mean", "off")] = setting(
+    flips: Annotated[str, choice("auto", "on", "mean", "off")] = setting(
         "auto",
         "WHETHER",
         "mirror images among the views, and for a solved head beside every sample: on (unless the data set rules them "
         "out), mean (a solved head reads the mean of an image's features and its mirror image's; answers take twice "
-        "as long), auto (on; with --freeze auto and more than 25 000 samples mean; off where training samples show "
+        "as long), auto (on; in hvfreeze auto and more than 25 000 samples mean; off where training samples show "
         "that left and right differ) or off (they differ)",
         read_by="mirror-images",
+        brief="horizontal flips: auto, on, mean or off",
     )
 
     recipe: str = setting(
@@ -238,7 +255,7 @@ class DataConfig(Section):
 
     def mirrors(self, flips: bool) -> bool:
         """Tell whether mirror images are trained on; `flips` is the data set's word that they show the same class."""
-        return flips and self.mirror != "off"
+        return flips and self.flips != "off"
 
     def cacheable(self) -> bool:
         """Tell whether a sample's view can come again, so that its activations are worth keeping."""
@@ -287,7 +304,7 @@ class FreezeConfig(Section):
         "auto",
         "WHICH",
         "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (kept with "
-        "--freeze auto, --weights and an --optimizer or --lr of your own, else batch)",
+        "hvfreeze auto, --weights and an --optimizer or --lr of your own, else batch)",
         read_by="steps norms",
     )
     signal: Annotated[str, choice("local", "averaged")] = setting(
@@ -306,7 +323,7 @@ class FreezeConfig(Section):
     auto_without: str = setting(
         "none",
         "LIST",
-        "with --freeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve",
+        "in hvfreeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve",
         read_by="tuning",
     )
 
@@ -321,7 +338,7 @@ class FreezeConfig(Section):
         static = self.freeze == "static"
         # A criterion's own settings may start at a cut, where blocks are tuned; users give it with static and auto.
         starts = self.freeze != "none" or self.cut is None
-        rule(starts, "cut", self.cut, "left out unless --freeze is static or auto")
+        rule(starts, "cut", self.cut, "left out unless --freeze is static, or in hvfreeze auto")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
         own = self.signal == "local" or self.freeze != "coherence"
         rule(own, "signal", self.signal, "local with --freeze coherence, which compares the ranks' gradients")
@@ -359,7 +376,7 @@ class FreezeConfig(Section):
         return self.freeze == AUTO
 
     def has(self, part: str) -> bool:
-        """Tell whether a part of --freeze auto, one of `AUTO_PARTS`, is not left out."""
+        """Tell whether a part of hvfreeze auto, one of `AUTO_PARTS`, is not left out."""
         return part not in parse_parts("auto-without", self.auto_without, AUTO_PARTS)
 
     def criteria(self) -> tuple[str, ...]:
@@ -376,10 +393,18 @@ class CacheConfig(Section):
     """Whether and where the frozen prefix's activations are kept."""
 
     cache: Annotated[str, choice("off", "auto", "on")] = setting(
-        "off", "MODE", "off, auto (when it pays) or on; needs --augment none or views:K", read_by="cached-rows"
+        "off",
+        "MODE",
+        "off, auto (when it pays) or on; needs --augment none or views:K",
+        read_by="cached-rows",
+        brief="store features: off, auto or on",
     )
     cache_dir: str | None = setting(
-        None, "DIR", "where its files stay after the run; default: the run directory", read_by="cache cached-rows"
+        None,
+        "DIR",
+        "where its files stay after the run; default: the run directory",
+        read_by="cache cached-rows",
+        brief="where they stay after the run",
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
         "native", "TYPE", "native (exact), float16 or bfloat16", read_by="cache cached-rows"
@@ -419,6 +444,7 @@ class ModelConfig(Section):
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
         "--data text, timm:NAME, or package:function for your own",
         by_strategy={"local-critics": "resnet20", "stale-ring": TINY_LM, "subnets": "mlp"},
+        brief="network: resnet18, timm:NAME, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -432,6 +458,7 @@ class ModelConfig(Section):
         "FILE",
         "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
         "state_dict, also as safetensors",
+        brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
         False,
@@ -510,17 +537,19 @@ class OptimizerConfig(Section):
     epochs: Count = setting(
         10,
         "N",
-        "passes over the training samples; with --freeze auto: at most work worth so many epochs of full fine-tuning",
+        "passes over the training samples; in hvfreeze auto: at most work worth so many epochs of full fine-tuning",
         auto=16,
         by_strategy={"stale-ring": 1},
         read_by="epochs",
+        brief="work, in epochs of full fine-tuning",
     )
     batch_size: Count = setting(
         128,
         "N",
-        "samples per rank and backward pass; with --freeze auto 32 lets it choose",
+        "samples per rank and backward pass; in hvfreeze auto 32 lets it choose",
         auto=32,
         by_strategy={"stale-ring": 32},
+        brief="samples per rank and step, if not chosen",
     )
     accumulate: Count = setting(
         1, "N", "batches per rank and step: N backward passes, one exchange of their mean", read_by="steps"
@@ -528,19 +557,21 @@ class OptimizerConfig(Section):
     optimizer: Annotated[str, choice(*LEARNING_RATES)] = setting(
         "sgd",
         "NAME",
-        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); with --freeze auto also auto: sgd at "
+        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); in hvfreeze auto also auto: sgd at "
         "0.05 for networks with BatchNorm, adamw at 0.0003 for others",
         auto=AUTO,
         by_strategy={"stale-ring": "adamw"},
         read_by="steps",
+        brief="sgd, adamw or lars, if not chosen",
     )
     lr: Positive = setting(
         None,
         "LR",
         "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3; with "
-        "--freeze auto adamw's, with which a rate that is given alone tunes",
+        "hvfreeze auto adamw's, with which a rate that is given alone tunes",
         auto=LEARNING_RATES[AUTO],
         read_by="steps",
+        brief="learning rate, if not chosen",
     )
     head_lr: str | None = setting(
         None,
@@ -785,16 +816,22 @@ class StrategyConfig(Section):
 class RunConfig(Section):
     """Where the run keeps its files, how it starts and what it starts from."""
 
-    seed: Seed = setting(0, "SEED", "of the model's initialisation and dropout")
+    seed: Seed = setting(0, "SEED", "of the model's initialisation and dropout", brief="random seed")
     threads: Threads | None = setting(
-        None, "N", "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores"
+        None,
+        "N",
+        "torch threads per rank; default: OMP_NUM_THREADS, else this rank's share of the cores",
+        brief="torch threads per rank",
     )
-    run_dir: str | None = setting(None, "DIR", "where the run's files go; default: runs/<time>-<name>")
+    run_dir: str | None = setting(
+        None, "DIR", "where the run's files go; default: runs/<time>-<name>", brief="where the files of the run go"
+    )
     checkpoint_every: str = setting(
         "auto",
         "N",
         "epochs between checkpoints, or steps with the suffix s (200s); 0 is none; auto: at ends of epochs, as "
         "often as takes 3 % of the time",
+        brief="epochs, or steps as in 200s",
     )
     evaluate_every: Annotated[int, at_least(1, "epoch")] = setting(
         1,
@@ -819,9 +856,13 @@ class RunConfig(Section):
         "none",
         "TIME",
         "how long the run may take, as in 90s, 10m or 1h30m: steps are chosen for it, and --epochs does not count",
+        brief="limit instead of --epochs: 90s, 10m, 1h30m",
     )
     resume: bool = setting(
-        False, "", "go on from the newest checkpoint in --run-dir, with its settings; start where there is none"
+        False,
+        "",
+        "go on from the newest checkpoint in --run-dir, with its settings; start where there is none",
+        brief="continue the run in --run-dir",
     )
     resume_inexact: bool = setting(
         False,
@@ -829,8 +870,10 @@ class RunConfig(Section):
         "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
     tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
-    quiet: bool = setting(False, "", "say nothing but errors; log.txt in the run directory has the lines")
-    json: bool = setting(False, "", "print the summary as the last line")
+    quiet: bool = setting(
+        False, "", "say nothing but errors; log.txt in the run directory has the lines", brief="print errors only"
+    )
+    json: bool = setting(False, "", "print the summary as the last line", brief="print the summary as the last line")
 
     def __post_init__(self) -> None:
         super().__post_init__()

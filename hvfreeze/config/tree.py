@@ -146,8 +146,8 @@ class Config:
         rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
         compares = head.head_fit == "kernel"
         rule(head.head != "last" or not compares, "head", head.head, "multi-level with --head-fit kernel")
-        reads_both = data.mirror != "mean" or head.head == "multi-level"
-        rule(reads_both, "mirror", data.mirror, "auto, on or off unless --head is multi-level, as with --freeze auto")
+        reads_both = data.flips != "mean" or head.head == "multi-level"
+        rule(reads_both, "flips", data.flips, "auto, on or off unless --head is multi-level, as in hvfreeze auto")
         named = freeze.auto or self.optimizer.optimizer != AUTO
         rule(named, "optimizer", AUTO, "sgd, adamw or lars unless --freeze is auto")
         if freeze.auto:
@@ -179,22 +179,22 @@ class Config:
 
     def _check_auto(self) -> None:
         fit, strategy, keep = self.head.head_fit, self.strategy.strategy, self.run.keep
-        rule(self.head.solved, "head-fit", fit, "exact or kernel with --freeze auto, which solves its head")
-        rule(strategy == "replicas", "strategy", strategy, "replicas with --freeze auto")
-        rule(keep == "last", "keep", keep, "last with --freeze auto, which keeps what is best itself")
+        rule(self.head.solved, "head-fit", fit, "exact or kernel in hvfreeze auto, which solves its head")
+        rule(strategy == "replicas", "strategy", strategy, "replicas in hvfreeze auto")
+        rule(keep == "last", "keep", keep, "last in hvfreeze auto, which keeps what is best itself")
         settings = self.optimizer
         if settings.optimizer == AUTO:
             usual = settings.lr == LEARNING_RATES[AUTO]
             rule(usual, "lr", settings.lr, "left out with --optimizer auto", "it is one optimizer's: name that")
             rule(settings.head_lr is None, "head-lr", settings.head_lr, "left out with --optimizer auto", "name one")
         stop = self.run.early_stop
-        rule(stop is None, "early-stop", stop, "left out with --freeze auto, whose stages last as long as was planned")
+        rule(stop is None, "early-stop", stop, "left out in hvfreeze auto, whose stages last as long as was planned")
 
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.
 
         --blocks auto is residual for the grid and for local critics, which share blocks out evenly, else stage. A
-        solved head is one epoch, and the head alone free; with --freeze auto that holds for some of the run's stages,
+        solved head is one epoch, and the head alone free; in hvfreeze auto that holds for some of the run's stages,
         not for the run.
         """
         if self.model.blocks == "auto":
@@ -252,12 +252,14 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
         sections[section][leaf] = typed(leaf, value, kind, source=source)
     config = Config(**{section: types[section](**entries) for section, entries in sections.items()})
     cut, freeze = config.freeze.cut, config.freeze.freeze
-    rule(cut is None or freeze in ("static", AUTO), "cut", cut, "left out unless --freeze is static or auto")
+    rule(
+        cut is None or freeze in ("static", AUTO), "cut", cut, "left out unless --freeze is static, or in hvfreeze auto"
+    )
     return config
 
 
 def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what leaves are with --freeze auto where nothing is given.
+    """Return what leaves are in hvfreeze auto where nothing is given.
 
     The rate is AdamW's, and left to others; who gives a rate and no optimizer has AdamW.
     """
@@ -332,7 +334,7 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     known = leaves()
     sections = types_of(Config)
     found: dict[str, Any] = {}
-    for key, value in in_place(tree).items():
+    for key, value in convert(tree).items():
         name = str(key).replace("-", "_")
         section = name if isinstance(value, Mapping) else None
         if section is not None and section not in sections:
@@ -347,18 +349,18 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     return found
 
 
-MOVED = {"mirror": "head"}
-"""Leaves that configuration files of version 0.1.0 have in this section, and that are in another one here."""
+RENAMED = {"mirror": "flips"}
+"""Settings of earlier versions by what they are called now."""
 
 
-def in_place(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings with the leaves of older files where they belong; what is given there stays."""
-    found = dict(tree)
-    for leaf, before in MOVED.items():
-        section, now = found.get(before), leaves()[leaf][0]
-        if isinstance(section, Mapping) and leaf in section and isinstance(found.get(now, {}), Mapping):
-            found[before] = {name: value for name, value in section.items() if name != leaf}
-            found[now] = {leaf: section[leaf], **found.get(now, {})}
+def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier version's file under their present names, in their present sections."""
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    for section in [found, *(value for value in found.values() if isinstance(value, dict))]:
+        for leaf in RENAMED.keys() & section.keys():
+            name, value = RENAMED[leaf], section.pop(leaf)
+            home = found if section is found else found.setdefault(leaves()[name][0], {})
+            home.setdefault(name, value)
     return found
 
 

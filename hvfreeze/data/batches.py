@@ -341,4 +341,4 @@ def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:
     augment = parse_augment(data.augment)
     if not solved or augment.kind == "views":
         return augment
-    return MIRRORED if mirrors and data.mirror != "mean" else parse_augment("none")
+    return MIRRORED if mirrors and data.flips != "mean" else parse_augment("none")

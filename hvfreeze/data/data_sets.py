@@ -333,6 +333,10 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 
+UNEQUAL_SIDE = 128
+"""Pixels of the side that a folder's images are brought to where they differ in size and none is given."""
+
+
 def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
     listings = folders.listings
     num_classes = len(listings["train"].classes)
@@ -341,8 +345,11 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             f"{root} holds {plural(num_classes, 'class', 'classes')} where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
-    shape, side = one_shape(folders.sizes, image_size, fit=reading.fit)
+    unequal = image_size is None and len(folders.sizes) > 1
+    shape, side = one_shape(folders.sizes, UNEQUAL_SIDE if unequal else image_size, fit=reading.fit)
     cut = notes_on_crop(folders.counts, side=side, fit=reading.fit)
+    if unequal:
+        cut = [f"images differ in size: squares of {side} pixels; --image-size gives another side", *cut]
     sets = {}
     for part in ("train", "test"):
         listing = listings[part]

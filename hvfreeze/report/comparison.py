@@ -108,7 +108,7 @@ def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
 def as_long(group: Group, baseline: Group) -> bool:
     """Tell whether runs of the same work were as long: a time budget and --early-stop end each when they find it time.
 
-    --freeze auto counts other steps, of what takes as long as --epochs of the baseline.
+    hvfreeze auto counts other steps, of what takes as long as --epochs of the baseline.
     """
     settings = group.runs[0].settings
     if settings["freeze"] == AUTO and settings["time_budget"] == "none":

@@ -161,7 +161,7 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
 def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs evaluated.
 
-    Where one has ended with another model than its last epoch's, as --freeze auto may, the model that each ended with
+    Where one has ended with another model than its last epoch's, as hvfreeze auto may, the model that each ended with
     is the last point.
     """
     epochs = min(len(run.metrics) for run in runs)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvfreeze.config.flags import words_of
 from hvfreeze.config.sections import AUTO
 from hvfreeze.config.tree import Config, flat, from_dict, to_dict
 from hvfreeze.errors import RefusedError, UsageError
@@ -336,14 +337,11 @@ def command_table(groups: Sequence[Group]) -> Table:
 
 def command(run: Run, *, num_runs: int = 1) -> str:
     """Return the command that starts such a run."""
-    words = ["hvfreeze", "train"]
     usual = usual_settings(run.settings)
-    for leaf, value in run.settings.items():
-        if value != usual.get(leaf) and leaf not in WITHOUT_EFFECT:
-            words.append(f"--{leaf.replace('_', '-')}")
-            if value is not True:
-                words.append("..." if leaf in ("seed", "data_seed") and num_runs > 1 else str(value))
-    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + shlex.join(words)
+    chosen = {leaf: value for leaf, value in run.settings.items() if value != usual.get(leaf)}
+    shown = {leaf: value for leaf, value in chosen.items() if leaf not in WITHOUT_EFFECT}
+    shown |= {leaf: "..." for leaf in ("seed", "data_seed") if leaf in shown and num_runs > 1}
+    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + shlex.join(["hvfreeze", *words_of(shown)])
 
 
 def usual_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

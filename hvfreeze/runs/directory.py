@@ -11,10 +11,12 @@ import shutil
 import stat
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.errors import UsageError
+from hvfreeze.config.sections import AUTO
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import PRIVATE_FOLDER
 from hvfreeze.runs.files import check_unlocked, lock_directory, reason_of
 from hvfreeze.runs.identity import Settings, changes
@@ -43,7 +45,10 @@ def resuming(directory: Path, *, ranks: int) -> str:
     """Return the command that goes on with a directory's run, on so many ranks."""
     # Unbound, as guides start ranks: Open MPI binds each of two to one core, and with other threads no bit is the same.
     launcher = ["mpirun", "-np", str(ranks), "--bind-to", "none"] if ranks > 1 else []
-    return shlex.join([*launcher, "hvfreeze", "train", "--run-dir", str(directory), "--resume"])
+    command = "train"
+    with suppress(RefusedError):
+        command = AUTO if read_config(directory / "config.yaml")["freeze"]["freeze"] == AUTO else command
+    return shlex.join([*launcher, "hvfreeze", command, "--run-dir", str(directory), "--resume"])
 
 
 def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
-from hvfreeze.config.tree import Config, in_place, leaves, parse_plain_yaml, to_dict
+from hvfreeze.config.tree import Config, convert, leaves, parse_plain_yaml, to_dict
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.clock import PHASES, train_seconds
 
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def planned_epochs(self) -> int | None:
-        """Epochs that the run was to make; None with --freeze auto or a time budget, which choose them later."""
+        """Epochs that the run was to make; None in hvfreeze auto or a time budget, which choose them later."""
         chosen_later = self.settings["freeze"] == AUTO or self.settings["time_budget"] != "none"
         return None if chosen_later else int(self.settings["epochs"])
 
@@ -160,7 +160,7 @@ class Run:
     def test_accuracy(self) -> float:
         """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet.
 
-        Of a run that has ended it is the model's: --freeze auto may have gone back to an earlier one.
+        Of a run that has ended it is the model's: hvfreeze auto may have gone back to an earlier one.
         """
         if self.summary is not None:
             return float(self.summary["test_accuracy"])
@@ -353,5 +353,5 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         raise RefusedError(f"{path} is damaged: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in tree.values()):
         raise RefusedError(f"{path} is damaged: it must hold sections of settings")
-    tree, default = in_place(tree), to_dict(Config())
+    tree, default = convert(tree), to_dict(Config())
     return {section: {**default.get(section, {}), **tree.get(section, {})} for section in {**default, **tree}}

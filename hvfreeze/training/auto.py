@@ -1,7 +1,8 @@
-"""--freeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
+"""hvfreeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
 
-Read `auto` from top to bottom. Work is counted in forward passes of one sample: `run.budget.left()` says how much is
-left, of --epochs or of a time budget, and `run.budget.work` what each verb costs.
+Read `auto` from top to bottom. It decides by two losses on held-out samples: the network's own, and that of a probe, a
+small head fitted to the features of all blocks, which tells how good these are. Work is counted in forward passes of a
+sample: `run.budget.left()` is what --epochs or a time budget (a clock) leave, `run.budget.work` the cost of each verb.
 """
 
 from __future__ import annotations
@@ -18,137 +19,140 @@ from hvfreeze.training.evaluation import Score, fall
 from hvfreeze.training.verb_settings import default, for_round, for_trial, solving, tuning, with_sgd
 from hvfreeze.training.verbs import Run
 
+# Tasks: photographs of signed digits and dots to count, far from what the weights know; CIFAR-10 and rotation, near it.
 SGD_RATE = 0.05
 """Learning rate of SGD: photographs reach 98.7 % at 0.05, 94.0 % at 0.003; dots 91.9 % at 0.05, 88.8 % at 0.02."""
-BATCHES, ENOUGH_STEPS = (64, 32, 16), 400
+BATCHES, MIN_STEPS = (64, 32, 16), 400
 """Batches get smaller until there are enough steps: 600 images of dots reach 76, 87 and 92 % with 64, 32 and 16."""
-TRIAL_STEPS, WORTH_TUNING = 20, 0.15
-"""20 steps of trial lower a probe's loss by 19 to 60 % on far tasks, and raise it by 1 to 21 % on near ones."""
-MANY, LEAST_GAIN = 15_000, 0.04
-"""With so many samples a trial tells nothing (+31 % on CIFAR-10), a whole round does: its probe's loss falls by 9 %."""
-ROUND, LEAST_STEPS = 3, 100
-"""Epochs and steps of the first round: they are all that photographs and 50,000 images of CIFAR-10 need."""
-LONGER = 0.25
-"""Fall of a probe's loss in a round from which on a longer one pays: dots 50 % and more, CIFAR-10 9 to 11 %."""
-GOOD_ENOUGH = 0.005
-"""Share of held-out samples that may be wrong. Half a point on photographs and dots is within the seeds' spread."""
+TRIAL_STEPS, MIN_FALL_IN_TRIAL = 20, 0.15
+"""20 steps lower the probe's loss by 19 to 60 % on far tasks, and raise it by 1 to 21 % on near ones."""
+MANY_SAMPLES, MIN_FALL_OF_MANY = 15_000, 0.04
+"""With so many samples a whole round tells, not 20 steps: CIFAR-10's loss rises by 31 % in these, then falls by 9 %."""
+FIRST_ROUND_EPOCHS, FIRST_ROUND_STEPS = 3, 100
+"""The first round has 3 epochs, at least 100 steps: enough for photographs, and for 50,000 images of CIFAR-10."""
+MIN_FALL_TO_CONTINUE = 0.25
+"""Fall of the probe's loss in a round after which a longer one pays: dots 50 % and more; CIFAR-10 has 9 to 11 %."""
+GOOD_ENOUGH = 0.07
+"""Held-out loss at which fine-tuning ends: photographs reach 0.05 in the first round; dots 0.28, then 0.10."""
 
 
 def auto(run: Run) -> None:
     """Fine-tune while it pays; end with the better of the network and a head on the features of all its blocks."""
-    way, work = choose_way(run), run.budget.work
-    if not way.has_room:
-        end(run, way)
+    plan = plan_run(run)
+    if not plan.has_room:
+        finish(run, plan)
     elif not run.settings.freeze.has("guard"):
-        room = run.budget.left() - work.solve
-        run.tune(way.round(room), work=room, zeroes_last_layer=way.has_sgd)
-        end(run, way, is_tuned=True)
+        room = run.budget.left() - run.budget.work.solve
+        run.tune(plan.settings_for(room), work=room, zeroes_last_layer=plan.has_default_sgd)
+        finish(run, plan, is_tuned=True)
     else:
         run.snapshot("kept")
-        pays, loss = trial(run, way)
-        own = rounds(run, way, loss) if pays else None
-        if own is None:
+        pays, probed = trial(run, plan) if plan.is_pretrained else (True, math.inf)
+        network = fine_tune(run, plan, probed) if pays else None
+        if network is None:
             run.say("=> the pretrained blocks stay as they are")
             run.restore("kept")
-        end(run, way, own, is_tuned=own is not None)
+        finish(run, plan, network, is_tuned=network is not None)
 
 
-def trial(run: Run, way: Way) -> tuple[bool, float]:
-    """Return whether a few steps of fine-tuning pay, and a probe's loss; of many samples a whole round has to tell."""
-    if not way.is_pretrained:
-        return True, math.inf
-    before = run.probe(way.solving, way.tuning, is_tuned=False)
-    if not way.has_sgd:
-        run.fit_last_layer(way.solving, way.tuning)
-    if way.has_many:
+def trial(run: Run, plan: Plan) -> tuple[bool, float]:
+    """Return whether a few steps of fine-tuning pay, and the probe's loss. With many samples, a round has to tell."""
+    before = run.probe(plan.solving, plan.tuning, is_tuned=False)
+    if not plan.has_default_sgd:
+        run.fit_last_layer(plan.solving, plan.tuning)
+    if not plan.has_trial:
         return True, before
-    tuned = run.tune(way.trial, steps=way.trial_steps, holds_out=True, zeroes_last_layer=way.has_sgd, may_fail=True)
-    after = run.probe(way.solving, way.tuning) if tuned.is_finite else math.inf
-    run.say(f"trial: {tuned.steps} steps of {way.name}: held-out loss {fall(before, after)}")
-    return after < (1 - WORTH_TUNING) * before, after
+    zeroes = plan.has_default_sgd
+    tried = run.tune(plan.trial, steps=plan.trial_steps, holds_out=True, zeroes_last_layer=zeroes, may_fail=True)
+    after = run.probe(plan.solving, plan.tuning) if tried.is_finite else math.inf
+    optimizer = plan.tuning.optimizer
+    run.say(
+        f"trial: {tried.steps} {optimizer.optimizer} steps (lr {optimizer.lr:g}): held-out loss {fall(before, after)}"
+    )
+    return after < (1 - MIN_FALL_IN_TRIAL) * before, after
 
 
-def rounds(run: Run, way: Way, loss: float) -> Score | None:
-    """Fine-tune in rounds, each twice as long as the one before; return the network's held-out score.
+def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
+    """Fine-tune in rounds, each twice as long as the one before; the last takes the work that is left.
 
-    None where many samples' first round did not pay. `loss` is a probe's before the first.
+    Return the network's held-out score; None where the first round did not pay. `probed` is the probe's loss before.
     """
-    work, share, best = run.budget.work, way.first_round, None
+    costs, length, best = run.budget.work, plan.first_round, None
     while True:
-        first, left = best is None, run.budget.left() - work.held_out - work.probe
-        room = left - work.solve
-        if room < way.epoch:
-            if not first:
+        left = run.budget.left() - costs.held_out - costs.probe
+        room = left - costs.solve
+        if room < plan.epoch:
+            if best is not None or plan.has_many:
                 return best
             # There is no time for both: where a trial has paid, steps gain more than a head.
             room = left
-        is_last = room < 2 * share or not way.is_pretrained
-        spent, begins = room if is_last else share, first and (way.has_many or not way.is_pretrained)
-        settings, zeroes = way.round(spent, warms_up=begins or not first), way.has_sgd and begins
-        tuned = run.tune(settings, work=spent, holds_out=True, zeroes_last_layer=zeroes, may_fail=True)
-        own = run.held_out(way.solving) if tuned.is_finite else Score(math.inf, 0.0)
-        run.say(f"fine-tuned: {tuned.steps} steps: held-out {own.described}")
-        if best is not None and not own.loss < best.loss:
+        is_first, is_last = best is None, room < 2 * length or not plan.is_pretrained
+        work = room if is_last else length
+        settings = plan.settings_for(work, warms_up=not (is_first and plan.has_trial))
+        zeroes = plan.has_default_sgd and is_first and not plan.has_trial
+        tuned = run.tune(settings, work=work, holds_out=True, zeroes_last_layer=zeroes, may_fail=True)
+        network = run.held_out(plan.solving) if tuned.is_finite else Score(math.inf, 0.0)
+        run.say(f"fine-tuned: {tuned.steps} steps: held-out {network.described}")
+        if best is not None and not network.loss < best.loss:
             run.say("=> reverted to the round before")
             run.restore("kept")
             return best
-        judges = (way.has_many and first) or not is_last
-        after = run.probe(way.solving, way.tuning) if tuned.is_finite and judges else math.inf
-        if not tuned.is_finite or (way.has_many and first and after > (1 - LEAST_GAIN) * loss):
+        if not tuned.is_finite:
+            return None
+        is_trial = is_first and plan.has_many
+        ends = is_last or network.loss < GOOD_ENOUGH
+        after = run.probe(plan.solving, plan.tuning) if is_trial or not ends else math.inf
+        if is_trial and not after <= (1 - MIN_FALL_OF_MANY) * probed:
             return None
         run.snapshot("kept")
-        # A round at best halves what is wrong.
-        if is_last or 1 - own.accuracy < 2 * GOOD_ENOUGH or not after < (1 - LONGER) * loss:
-            return own
-        best, loss, share = own, after, 2 * share
+        if ends or not after < (1 - MIN_FALL_TO_CONTINUE) * probed:
+            return network
+        best, probed, length = network, after, 2 * length
 
 
-def end(run: Run, way: Way, own: Score | None = None, *, is_tuned: bool = False) -> None:
-    """End with a head that is fitted to the features, or with a fine-tuned network, of held-out score `own`."""
-    # Half: where time was kept for a head, a clock may have taken some of it.
+def finish(run: Run, plan: Plan, network: Score | None = None, *, is_tuned: bool = False) -> None:
+    """End with a head on the features of all blocks, or with the network, of held-out score `network`."""
+    # Half: a clock may have taken some of the time that was kept for the head.
     has_time = run.settings.freeze.has("last-solve") and run.budget.left() >= 0.5 * run.budget.work.solve
-    if is_tuned and (not has_time or (own is not None and 1 - own.accuracy < GOOD_ENOUGH)):
-        run.finish_with(way.tuning)
+    if is_tuned and not has_time:
+        run.finish_with(plan.tuning)
         return
-    head = run.solve(way.solving, is_tuned=is_tuned)
-    is_kept = own is None or head.loss <= own.loss
-    run.say(f"head fitted: held-out {head.described}{'' if is_kept else ': the network is better, and kept'}")
-    if not is_kept:
+    head = run.solve(plan.solving, is_tuned=is_tuned)
+    head_wins = network is None or head.loss <= network.loss
+    run.say(f"head fitted: held-out {head.described}{'' if head_wins else ': the network is better, and kept'}")
+    if not head_wins:
         run.restore("kept")
-    run.finish_with(None if is_kept else way.tuning)
+    run.finish_with(None if head_wins else plan.tuning)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Plan:
     """How the network is fine-tuned, and whether there is room for it."""
 
     solving: Config
     tuning: Config
-    has_sgd: bool
-    """SGD at a large rate, from zeros in the last layer; networks without BatchNorm have AdamW at a small one."""
+    has_default_sgd: bool
+    """SGD at a large rate, from zeros in the last layer. Networks without BatchNorm have AdamW at a small one."""
     is_pretrained: bool
     has_many: bool
+    has_trial: bool
+    """Whether a few steps tell if fine-tuning pays."""
     trial: Config
     trial_steps: int
     epoch: float
     """The work of an epoch of full fine-tuning, as --epochs counts it."""
     first_round: float
     has_room: bool
-    round: Callable[..., Config]
+    settings_for: Callable[..., Config]
     """The settings of so much work of fine-tuning, in batches of which there are enough."""
 
-    @property
-    def name(self) -> str:
-        """The optimizer and its rate."""
-        return f"{self.tuning.optimizer.optimizer} at {self.tuning.optimizer.lr:g}"
 
-
-def choose_way(run: Run) -> Way:
+def plan_run(run: Run) -> Plan:
     """Return how a run fine-tunes; give its budget the work of --epochs of full fine-tuning."""
-    settings, table, factory = run.settings, run.budget.work, run.job.factory
-    plan, asked = factory.context.feed.plan, settings.optimizer.batch_size
-    pretrained, samples = settings.model.weights != "none", plan.batches_per_epoch * plan.batch_size
-    many = pretrained and plan.samples >= MANY
+    settings, costs, factory = run.settings, run.budget.work, run.job.factory
+    deal, asked = factory.context.feed.plan, settings.optimizer.batch_size
+    pretrained, samples = settings.model.weights != "none", deal.batches_per_epoch * deal.batch_size
+    many = pretrained and deal.samples >= MANY_SAMPLES
     normalises = any(isinstance(module, _BatchNorm) for module in factory.context.chain.model.modules())
     sgd = normalises and pretrained and settings.optimizer.optimizer == AUTO
     tuned = tuning(with_sgd(settings, SGD_RATE) if sgd else settings)
@@ -159,37 +163,38 @@ def choose_way(run: Run) -> Way:
             return asked
         # Twice the batch at twice the rate where there are many samples (Goyal et al., 2017).
         sizes = [2 * BATCHES[0], *BATCHES] if many else list(BATCHES)
-        cheap = [size for size in sizes if size >= BATCHES[0] or table.update <= 0.6 * table.step(size)]
-        fitting = [size for size in cheap if size <= samples // 2 and steps(size) >= ENOUGH_STEPS]
+        cheap = [size for size in sizes if size >= BATCHES[0] or costs.update <= 0.6 * costs.step(size)]
+        fitting = [size for size in cheap if size <= samples // 2 and steps(size) >= MIN_STEPS]
         return min(fitting[0] if fitting else cheap[-1], max(asked, samples // 2))
 
-    def round_of(work: float, *, warms_up: bool = True) -> Config:
-        batch = batch_for(lambda size: work / table.step(size))
-        larger = batch / BATCHES[0] if sgd and batch > BATCHES[0] else 1.0
-        return for_round(tuned, batch, rate=larger, warmup=int(0.1 * work / table.step(batch)) if warms_up else 0)
+    def settings_for(work: float, *, warms_up: bool = True) -> Config:
+        batch = batch_for(lambda size: work / costs.step(size))
+        rate = batch / BATCHES[0] if sgd and batch > BATCHES[0] else 1.0
+        return for_round(tuned, batch, rate=rate, warmup=int(max(0.0, 0.1 * work / costs.step(batch))) * warms_up)
 
-    tried, whole = for_trial(tuned, warmup=TRIAL_STEPS // 10), replace(table, frozen=0.0)
-    half = tried.optimizer.batch_size
-    trial_steps = TRIAL_STEPS if sgd and samples // half >= TRIAL_STEPS else 2 * TRIAL_STEPS
-    trial_steps = max(1, min(trial_steps, 4 * (samples // half)))
-    full = batch_for(lambda size: default("epochs") * samples / size)
-    epoch = samples / full * whole.step(full)
-    tried_work = trial_steps * table.step(half) + 2 * table.probe
-    # A trial of more than an epoch comes on top: few samples have few steps in all.
-    on_top = tried_work if trial_steps * half > samples and settings.optimizer.epochs > 1 else 0.0
+    trial_settings = for_trial(tuned, warmup=TRIAL_STEPS // 10)
+    trial_batch = trial_settings.optimizer.batch_size
+    trial_steps = TRIAL_STEPS if sgd and samples // trial_batch >= TRIAL_STEPS else 2 * TRIAL_STEPS
+    trial_steps = max(1, min(trial_steps, 4 * (samples // trial_batch)))
+    trial_work = trial_steps * costs.step(trial_batch) + 2 * costs.probe
+    full_batch = batch_for(lambda size: default("epochs") * samples / size)
+    epoch = samples / full_batch * replace(costs, frozen=0.0).step(full_batch)
+    # Few samples have few steps in all: a trial of more than an epoch comes on top, or little would be left for rounds.
+    on_top = trial_work if trial_steps * trial_batch > samples and settings.optimizer.epochs > 1 else 0.0
     run.budget.limit = settings.optimizer.epochs * epoch + on_top
-    least = 2 * table.probe + epoch if many or not pretrained else tried_work + 0.5 * epoch
-    first = max(ROUND * epoch, LEAST_STEPS * table.step(round_of(ROUND * epoch).optimizer.batch_size))
-    return Way(
+    least = 2 * costs.probe + epoch if many or not pretrained else trial_work + 0.5 * epoch
+    first_batch = settings_for(FIRST_ROUND_EPOCHS * epoch).optimizer.batch_size
+    return Plan(
         solving=solving(factory.with_affordable_flips(settings)),
         tuning=tuned,
-        has_sgd=sgd,
+        has_default_sgd=sgd,
         is_pretrained=pretrained,
         has_many=many,
-        trial=tried,
+        has_trial=pretrained and not many,
+        trial=trial_settings,
         trial_steps=trial_steps,
         epoch=epoch,
-        first_round=first,
-        has_room=factory.can_hold_out() and run.budget.left() >= table.solve + least,
-        round=round_of,
+        first_round=max(FIRST_ROUND_EPOCHS * epoch, FIRST_ROUND_STEPS * costs.step(first_batch)),
+        has_room=factory.can_hold_out() and run.budget.left() >= costs.solve + least,
+        settings_for=settings_for,
     )

@@ -69,7 +69,7 @@ def notes_on_freezing(config: Config) -> list[str]:
     if config.model.weights != "none":
         return []
     if settings.auto and config.optimizer.epochs == 1:
-        return ["the head is fitted to a network with random weights; --freeze auto is for trained --weights"]
+        return ["the head is fitted to a network with random weights; hvfreeze auto is for trained --weights"]
     if settings.cut and not settings.auto:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
@@ -82,7 +82,7 @@ def notes_on_flips(settings: Config, image_set: ImageSet, finding: Finding | Non
         return [finding.line()]
     if not settings.data.mirrors(image_set.flips):
         return []
-    if settings.data.mirror == "mean":
+    if settings.data.flips == "mean":
         return [f"horizontal flips: the head averages the features of each image and of its flip; {WAY_OUT}"]
     shows = settings.head.solved or settings.data.augment != "none"
     return [f"horizontal flips: on; {WAY_OUT}"] if shows else []
@@ -93,7 +93,7 @@ def notes_on_mean(factory: Factory, settings: Config) -> list[str]:
     if not settings.head.solved or factory.with_affordable_flips(settings) == settings:
         return []
     found = f"more than {ALL_COMPARED} rows with flips: the head averages the features of each image and of its flip"
-    return [f"{found}, and answers in twice the time; --mirror off looks at each image alone"]
+    return [f"{found}, and answers in twice the time; --flips off looks at each image alone"]
 
 
 def open_corpus(
@@ -225,13 +225,13 @@ def assemble(
         length=Length(config.optimizer.epochs),
         fused=config.optimizer.optimizer == AUTO,
     )
-    factory = Factory(context, blueprint, trainable_of(chain.model), asked_mirror=config.data.mirror)
+    factory = Factory(context, blueprint, trainable_of(chain.model), asked_flips=config.data.flips)
     evaluation_batches = padded_batches(corpus.share(replica), evaluated.labels_of, rows)
     finding = None
     if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
         finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
-    flips = None if finding is None else finding.mirror
+    flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
     budget = open_budget(factory, settings, evaluated=tested, started=started)
     opened = factory.open(first_part(settings))
@@ -250,6 +250,7 @@ def assemble(
         budget=budget,
         card=card,
         evaluation_batches=evaluation_batches,
+        evaluated=len(corpus.evaluated_ids),
         clock=clock,
         logger=logger,
         called=corpus.train.called,

@@ -306,7 +306,7 @@ def restore(job: Job) -> int | None:
         opened = None if path is None else open_checkpoint(path, size=size)
         if planned and opened is not None and opened.size != world.size:
             raise RefusedError(
-                f"the checkpoint {path} was written by {opened.size} ranks, for which --freeze auto or --time-budget "
+                f"the checkpoint {path} was written by {opened.size} ranks, for which hvfreeze auto or --time-budget "
                 f"planned other steps than for {world.size}; resume on {opened.size}, or start anew in another "
                 "--run-dir"
             )

@@ -48,6 +48,8 @@ class Job:
     """Of the models, as far as it is known before they are trained."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
+    evaluated: int
+    """Number of evaluation samples of all replicas."""
     clock: PhaseClock
     logger: RunLogger
     flips: str | None = None
@@ -99,9 +101,9 @@ class Job:
     @property
     def settings(self) -> Config:
         """The run's settings, with what was found out about horizontal flips."""
-        if self.flips is None or self.config.data.mirror != "auto":
+        if self.flips is None or self.config.data.flips != "auto":
             return self.config
-        return replace(self.config, data=replace(self.config.data, mirror=self.flips))
+        return replace(self.config, data=replace(self.config.data, flips=self.flips))
 
     @property
     def beside_majority(self) -> str:

@@ -173,7 +173,7 @@ def train_balance(job: Job) -> dict[str, float]:
 
 
 def tell_epoch(job: Job, line: dict[str, Any]) -> None:
-    """Log an epoch, given its line of metrics.jsonl; a run with --freeze auto logs whole verbs. Not a collective."""
+    """Log an epoch, given its line of metrics.jsonl; a run in hvfreeze auto logs whole verbs. Not a collective."""
     if job.config.freeze.auto:
         return
     fitted = accuracy_in_words(line["train_accuracy"], majority=job.majority_share)

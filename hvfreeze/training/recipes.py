@@ -10,7 +10,7 @@ from typing import Any
 
 from hvfreeze.config.tree import Config
 from hvfreeze.effects import Stretch
-from hvfreeze.training.auto import auto, choose_way
+from hvfreeze.training.auto import auto, plan_run
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import Part
 from hvfreeze.training.verb_settings import solving
@@ -53,20 +53,20 @@ def first_part(settings: Config) -> Part:
 
 def planned(job: Job) -> list[Stretch]:
     """Return what the recipe may come to, as far as is known before it begins."""
-    config, plan = job.settings, job.factory.context.feed.plan
+    config, deal = job.settings, job.factory.context.feed.plan
     if config.freeze.auto:
-        way, head = choose_way(Run(job)), Stretch(solving(config))
-        if not way.has_room:
+        plan, head = plan_run(Run(job)), Stretch(solving(config))
+        if not plan.has_room:
             return [head]
         room = job.budget.left() - job.budget.work.solve
-        tuned = way.round(room).optimizer
+        tuned = plan.settings_for(room).optimizer
         steps = max(1, int(room / job.budget.work.step(tuned.batch_size)))
-        samples = plan.batches_per_epoch * plan.batch_size
+        samples = deal.batches_per_epoch * deal.batch_size
         per_epoch = tuned.steps_per_epoch(max(1, samples // tuned.batch_size))
-        return [Stretch(way.tuning, steps=steps, steps_per_epoch=per_epoch), head]
+        return [Stretch(plan.tuning, steps=steps, steps_per_epoch=per_epoch), head]
     if config.head.solved:
         return [Stretch(config)]
-    steps = config.optimizer.steps_per_epoch(plan.batches_per_epoch)
+    steps = config.optimizer.steps_per_epoch(deal.batches_per_epoch)
     made = config.optimizer.epochs * steps
     if job.budget.seconds is not None:
         each = job.budget.work.step(config.optimizer.batch_size * config.optimizer.accumulate)

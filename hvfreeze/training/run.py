@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import TEXT
-from hvfreeze.config.tree import Config
+from hvfreeze.config.flags import data_of, settings_of_auto
+from hvfreeze.config.sections import AUTO, TEXT
+from hvfreeze.config.tree import Config, did_you_mean, from_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -39,6 +41,24 @@ from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
 from hvfreeze.training.verbs import Run
 from hvfreeze.wording import plural
+
+
+def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
+    """Fine-tune on a folder of images as `hvfreeze auto` does, and return summary.json's object. Collective.
+
+    Args:
+        data: a folder with train/CLASS/ and test/CLASS/, a built-in data set such as "digits", or "package:function".
+        settings: flags of `hvfreeze auto` by name, as in `auto("photos", weights="DEFAULT", image_size=128)`.
+
+    Raises:
+        HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
+    """
+    unknown = sorted(settings.keys() - settings_of_auto())
+    if unknown:
+        raise UsageError(
+            f"auto: unknown setting {unknown[0]!r}{did_you_mean(unknown[0], dict.fromkeys(settings_of_auto()))}"
+        )
+    return train(from_dict({**data_of(os.fspath(data), settings.get("data_dir")), **settings, "freeze": AUTO}))
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -146,13 +166,22 @@ def way_on(job: Job) -> str:
 def introduce(job: Job, *, resumed: bool) -> None:
     """Say what is about to happen."""
     config, say = job.config, job.logger.info
+    data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
+    noun = "window" if data.data == TEXT else "image"
+    say(f"model: {config.model.model} ({' | '.join(job.block_names)}), {weights} weights")
     say(
-        f"{config.model.model} ({' | '.join(job.block_names)}) on {config.data.data}, "
-        f"{plural(job.world.size, 'rank')}, {plural(job.steps_per_epoch, 'step')} an epoch, "
-        f"freeze {config.freeze.freeze}, cache {config.cache.cache}; files in {job.directory}"
+        f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
+        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "
+        f"{plural(job.world.size, 'rank')}"
     )
+    if not config.freeze.auto:
+        say(
+            f"training: {plural(config.optimizer.epochs, 'epoch')} of {plural(job.steps_per_epoch, 'step')}, "
+            f"freeze {config.freeze.freeze}, cache {config.cache.cache}"
+        )
     for note in job.notes:
         say(f"note: {note}")
+    say(f"files: {job.directory}")
     if resumed:
         say(f"resumed after step {job.step}")
 
@@ -244,7 +273,9 @@ def tell_end(job: Job, summary: dict[str, Any]) -> None:
     """Log what the run has come to, and how to use it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
-    job.logger.info(f"result | test {shown} | training {summary['train_seconds']:.0f} s")
+    job.logger.info(
+        f"result: test accuracy {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt"
+    )
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 

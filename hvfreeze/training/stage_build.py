@@ -180,13 +180,13 @@ class Factory:
         context: of the run; the chain is the model's own, the feed that of all samples.
         blueprint: what the chain was built from.
         trainable: the parameters that no one had frozen when the run began; the others stay as they are in all parts.
-        asked_mirror: --mirror.
+        asked_flips: --flips.
     """
 
     context: BuildContext
     blueprint: Blueprint
     trainable: frozenset[nn.Parameter]
-    asked_mirror: str = "auto"
+    asked_flips: str = "auto"
 
     def open(self, part: Part) -> Opened:
         """Open a part; what another one has frozen trains again. Collective.
@@ -242,7 +242,7 @@ class Factory:
 
     def reads_mirrored(self, config: Config) -> bool:
         """Tell whether a head that is fitted with the settings averages an image with its flip."""
-        return self.mirrors(config) and config.data.mirror == "mean"
+        return self.mirrors(config) and config.data.flips == "mean"
 
     def check_held_out(self, head_fit: str) -> None:
         """Raise UsageError where there are too few samples to choose a penalty by."""
@@ -252,7 +252,7 @@ class Factory:
         except UsageError as error:
             fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
             raise UsageError(
-                f"--head-fit ({head_fit}, as with --freeze auto) cannot choose a penalty from "
+                f"--head-fit ({head_fit}, as in hvfreeze auto) cannot choose a penalty from "
                 f"{plural(feed.plan.samples, 'training sample')}: a tenth of them, but never a class's only one, is "
                 f"held out for that, and here that is none; give {fewest} or more, two of a class among them, or "
                 "pass --head-fit sgd and another --freeze"
@@ -292,13 +292,13 @@ class Factory:
     def with_affordable_flips(self, settings: Config) -> Config:
         """Return the settings; with rows too many to be compared with each other, a head averages images with flips.
 
-        Unless --mirror says otherwise: with the same number of comparisons, more samples tell more than their flips do.
+        Unless --flips says otherwise: with the same number of comparisons, more samples tell more than their flips do.
         """
         many = settings.head.head_fit == "kernel" and settings.head.centres is None
-        if self.asked_mirror != "auto" or not (many and self.mirrors(settings)):
+        if self.asked_flips != "auto" or not (many and self.mirrors(settings)):
             return settings
         rows = self.context.feed.plan.samples * max(1, self.augment(settings).num_views)
-        return replace(settings, data=replace(settings.data, mirror="mean")) if rows > ALL_COMPARED else settings
+        return replace(settings, data=replace(settings.data, flips="mean")) if rows > ALL_COMPARED else settings
 
     def work(self, settings: Config, *, cut: int, evaluated: int) -> Work:
         """Return the table of work of a run, whose head is fitted with these settings, and tuned behind `cut`.

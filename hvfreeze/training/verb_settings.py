@@ -30,7 +30,7 @@ def tuning(config: Config) -> Config:
     return replace(
         config,
         # Blocks that learn see flips one by one.
-        data=replace(config.data, mirror="on") if config.data.mirror == "mean" else config.data,
+        data=replace(config.data, flips="on") if config.data.flips == "mean" else config.data,
         head=HeadConfig(),
         freeze=replace(
             config.freeze,
@@ -78,12 +78,12 @@ def for_round(config: Config, batch: int, *, rate: float, warmup: int) -> Config
 
 
 def with_flips(config: Config, found: str | None) -> Config:
-    """Return the settings with what was found out about horizontal flips, on or off, where --mirror leaves it open."""
-    if found is None or config.data.mirror != "auto":
+    """Return the settings with what was found out about horizontal flips, on or off, where --flips leaves it open."""
+    if found is None or config.data.flips != "auto":
         return config
-    return replace(config, data=replace(config.data, mirror=found))
+    return replace(config, data=replace(config.data, flips=found))
 
 
 def default(leaf: str) -> Any:
-    """Return what a setting is with --freeze auto where it is not given."""
+    """Return what a setting is in hvfreeze auto where it is not given."""
     return leaves()[leaf][1].metadata["auto"]

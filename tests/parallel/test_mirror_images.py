@@ -69,12 +69,11 @@ def test_a_head_on_the_mean_over_them_is_equal_on_all_ranks_and_with_a_cache(
     size: int, sides: Path, tmp_path: Path
 ) -> None:
     """Equal on all ranks: a run whose replicas differ ends in an error."""
-    flags = ("--data", "imagefolder", "--data-dir", str(sides), "--freeze", "auto", "--mirror", "mean")
     cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
     digests = []
     for name, more in (("plain", ()), ("filled", cached), ("read", cached)):
         run = tmp_path / name
-        result = hvfreeze(size, "train", *SMALL, *flags, *more, "--run-dir", str(run))
+        result = hvfreeze(size, "auto", str(sides), *SMALL, "--flips", "mean", *more, "--run-dir", str(run))
         assert result.returncode == 0, str(result)
         summary = json.loads((run / "summary.json").read_text())
         assert summary["head"]["rows"] == 48, "mirror images are no rows"

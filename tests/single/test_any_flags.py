@@ -11,7 +11,7 @@ import html.parser
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ KINDS = {
     "static": "--freeze static --cut 1",
     "gradients": "--freeze gradient-norm",
     "schedule": "--freeze linear",
-    "auto": "--freeze auto --epochs 1",
-    "tuned": "--freeze auto --epochs 3",
+    "auto": "auto --epochs 1",
+    "tuned": "auto --epochs 3",
     "exact": "--head-fit exact --augment none",
     "kernel": "--head multi-level --head-fit kernel --augment none",
     "shared-trunk": "--strategy shared-trunk --augment none",
@@ -62,7 +62,7 @@ KINDS = {
     "subnets": "--strategy subnets --model mlp-16x16 --head last",
     "wide-head": "--head mlp-16",
 }
-"""Runs that flags are added to."""
+"""Runs that flags are added to, of `train` unless they begin with another command."""
 FLAGS = {
     "data_dir": ["nowhere"],
     "train_samples": ["50"],
@@ -102,7 +102,7 @@ FLAGS = {
     "head_fit": ["exact", "kernel"],
     "pool": ["1"],
     "centres": ["10"],
-    "mirror": ["off", "on"],
+    "flips": ["off", "on"],
     "epochs": ["2"],
     "batch_size": ["6"],
     "accumulate": ["2"],
@@ -204,7 +204,7 @@ class Runs:
         if words not in self._made:
             directory = self._folder / "runs" / str(len(self._made))
             shutil.rmtree(self._folder / "kept", ignore_errors=True)
-            outcome = call("train", *BASE.split(), *words, "--run-dir", str(directory))
+            outcome = call(*command_of(words), "--run-dir", str(directory))
             assert outcome.returncode in (0, 2, 3) and "Traceback" not in outcome.stderr, f"{words}\n{outcome}"
             assert outcome.returncode == 0 or len(outcome.messages) == 1, f"{words}\n{outcome}"
             self._made[words] = self._seen(outcome, directory)
@@ -231,6 +231,12 @@ class Runs:
             answers,
             repr([plain(numbers), models, cards, names, threads, printed]),
         )
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """Return a whole command line."""
+    is_auto = words[:1] == ("auto",)
+    return [*(("auto", "digits") if is_auto else ("train",)), *BASE.split(), *words[is_auto:]]
 
 
 def plain(entry: Any) -> Any:
@@ -295,7 +301,7 @@ def without(kind: str, flags: dict[str, str], leaf: str) -> list[str]:
 def asked_by(words: list[str]) -> Config | None:
     """Return the settings that a command line asks for; those of a flag that gives the default are the same."""
     try:
-        return configuration(parse(["train", *BASE.split(), *words]))
+        return configuration(parse(command_of(tuple(words))))
     except UsageError:
         return None
 

@@ -69,11 +69,6 @@ USAGE = [
     ("--cut 2", ["--cut (2)", "--freeze", "static"]),
     ("--freeze linear --cut 2", ["--cut (2)", "static"]),
     ("--freeze static --cut -1", ["--cut (-1)"]),
-    ("--freeze auto --cut 6", ["cut (6)", "0..5"]),
-    ("--freeze auto --cut 50 --time-budget 60s", ["--cut (50)", "0..5"]),
-    ("--freeze auto --head-fit sgd --head last", ["--head-fit (sgd)", "exact"]),
-    ("--freeze auto --auto-without tuning", ["--auto-without (tuning)", "votes"]),
-    ("--freeze auto --early-stop 2 --validation-fraction 0.2", ["--early-stop (2)", "auto"]),
     ("--time-budget soon", ["--time-budget (soon)", "90s"]),
     ("--time-budget 0s", ["--time-budget (0s)"]),
     ("--freeze static --cut 6", ["cut (6)", "0..5"]),
@@ -92,6 +87,22 @@ USAGE = [
     ("--cache-limit plenty", ["--cache-limit (plenty)"]),
     ("--cache-dtype int8", ["--cache-dtype (int8)", "native"]),
 ]
+
+
+AUTO_USAGE = [
+    ("--cut 6", ["cut (6)", "0..5"]),
+    ("--cut 50 --time-budget 60s", ["--cut (50)", "0..5"]),
+    ("--head-fit sgd --head last", ["--head-fit (sgd)", "exact"]),
+    ("--auto-without tuning", ["--auto-without (tuning)", "votes"]),
+    ("--early-stop 2", ["'--early-stop'"]),
+    ("--mirror off", ["'--mirror'", "it is --flips now"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragments"), AUTO_USAGE, ids=[arguments for arguments, _ in AUTO_USAGE])
+def test_an_argument_of_auto_that_makes_no_sense_is_named(run_dir: Path, arguments: str, fragments: list[str]) -> None:
+    small = [word for word in SMALL if word not in ("--data", "digits")]
+    refused(call("auto", "digits", *small, "--run-dir", str(run_dir), *arguments.split()), 2, *fragments)
 
 
 @pytest.mark.parametrize(("arguments", "fragments"), USAGE, ids=[arguments for arguments, _ in USAGE])

@@ -82,7 +82,7 @@ def test_every_mpirun_command_of_a_guide_leaves_ranks_all_cores(page: Path) -> N
 
 def test_the_examples_of_train_start_ranks_unbound_and_vote_by_what_blocks_gain() -> None:
     assert_unbound(EXAMPLES)
-    assert set(re.findall(r"--freeze (\S+)", EXAMPLES)) == {"coherence", "auto", "static"}
+    assert set(re.findall(r"--freeze (\S+)", EXAMPLES)) == {"coherence", "static"}
 
 
 def assert_unbound(text: str) -> None:

@@ -21,6 +21,7 @@ PROMISED = {
     "DistributedOptimizer",
     "FreezeConfig",
     "HvfreezeError",
+    "auto",
     "load_model",
     "train",
 }

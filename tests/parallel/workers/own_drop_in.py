@@ -554,7 +554,7 @@ def check_what_cannot_be_found_out_is_asked_for_by_name(world: World) -> None:
             "freeze (linear) follows a schedule, which needs steps_per_epoch= and num_epochs=",
         ),
         (FreezeConfig(freeze="gradient-norm", shadow="geometric"), "freeze (geometric) follows a schedule"),
-        (FreezeConfig(freeze="auto"), "hvfreeze train --freeze auto"),
+        (FreezeConfig(freeze="auto"), "hvfreeze auto"),
         (FreezeConfig(freeze="static", cut=2), "give example=, a batch of its inputs, or blocks="),
     ):
         raises(UsageError, words, lambda settings=settings: wrap(model, world, settings=settings))  # type: ignore[misc]

@@ -167,7 +167,7 @@ def see_pretrained_blocks(runs: Runs, name: str, solved: dict[str, Any], run: di
 def check_rounds(runs: Runs) -> None:
     """Stop a run in its trial, in both of its rounds, in between and in its fit; resume it each time."""
     given, losses = {"weights": weights_of(runs)}, (1.0, 0.5, 0.2, 0.2)
-    numbers = {"ROUND": 0.5, "LEAST_STEPS": 1, "GOOD_ENOUGH": -1}
+    numbers = {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
     with deciding(*losses, **numbers):
         straight = runs("straight", **given)
     assert verbs_of(straight) == ["tune", "tune", "tune", "solve"], straight["verbs"]
@@ -215,9 +215,9 @@ def check_trials(runs: Runs) -> None:
         found = {"tried": runs("tried", **given)}
     with deciding(1.0, SGD_RATE=1e30):
         found["diverged"] = runs("diverged", **given)
-    with deciding(1.0, 0.97, MANY=1, LEAST_STEPS=1, ROUND=1):
+    with deciding(1.0, 0.97, MANY_SAMPLES=1, FIRST_ROUND_STEPS=1, FIRST_ROUND_EPOCHS=1):
         found["many"] = runs("many", **given)
-    with deciding(1.0, MANY=1, SGD_RATE=1e30, ROUND=1):
+    with deciding(1.0, MANY_SAMPLES=1, SGD_RATE=1e30, FIRST_ROUND_EPOCHS=1):
         found["many-diverged"] = runs("many-diverged", **given)
     for name, run in found.items():
         assert verbs_of(run) == ["tune", "solve"], f"{name}: {run['verbs']}"
@@ -227,7 +227,7 @@ def check_trials(runs: Runs) -> None:
 
 def check_ends(runs: Runs) -> None:
     """Make runs that end with the network's own last layer, and ones whose second round does not help."""
-    given, few = {"weights": weights_of(runs)}, {"ROUND": 0.5, "LEAST_STEPS": 1, "GOOD_ENOUGH": -1}
+    given, few = {"weights": weights_of(runs)}, {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
     scores = iter([Score(0.5, 0.8), Score(0.6, 0.7)])
     with deciding(1.0, 0.5, 0.2, 0.2, **few), patch.object(verbs, "score_held_out", lambda *_: next(scores)):
         reverted = runs("reverted", **given, auto_without="last-solve")

@@ -46,7 +46,9 @@ def test_the_program_takes_every_stages_flags(
     if cifar:
         monkeypatch.setattr(demo_stages, "open_data", lambda name, directory=None: open_data("digits"))
     stages = plan(tmp_path, data_dir=tmp_path if cifar else None, weights=weights)
-    configs = [configuration(parse(["train", *stage.flags, "--run-dir", str(stage.run_dir)])) for stage in stages]
+    configs = [
+        configuration(parse([*stage.command, *stage.flags, "--run-dir", str(stage.run_dir)])) for stage in stages
+    ]
     assert [stage.run_dir.name for stage in stages] == ["pretrained", "full", "voted", "cached", "auto"][
         0 if weights is None else 1 :
     ]

@@ -89,18 +89,18 @@ def test_a_run_that_goes_on_has_the_settings_it_began_with_but_for_flags(tmp_pat
 SAVED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "": [
         ("--optimizer adamw", {"lr": 1e-3, "weight_decay": 1e-2}),
-        ("--freeze auto", {"optimizer": "auto", "lr": 3e-4, "head_fit": "kernel", "epochs": 16, "batch_size": 32}),
+        ("auto", {"optimizer": "auto", "lr": 3e-4, "head_fit": "kernel", "epochs": 16, "batch_size": 32}),
         ("--strategy grid", {"blocks": "residual", "data": "digits"}),
     ],
     "--lr 0.02 --epochs 3": [("--optimizer adamw", {"lr": 0.02, "weight_decay": 1e-2, "epochs": 3})],
-    "--freeze auto": [
+    "auto": [
         ("--optimizer sgd", {"lr": 0.1, "weight_decay": 1e-4, "epochs": 16, "schedule": "cosine"}),
         ("--lr 0.01", {"optimizer": "adamw"}),
-        ("--freeze none", {"optimizer": "sgd", "lr": 0.1, "head": "last", "head_fit": "sgd", "epochs": 10}),
+        ("train --freeze none", {"optimizer": "sgd", "lr": 0.1, "head": "last", "head_fit": "sgd", "epochs": 10}),
     ],
-    "--freeze auto --head last --lr 0.02": [("--optimizer sgd", {"lr": 0.02, "head": "last", "head_fit": "exact"})],
+    "auto --head last --lr 0.02": [("--optimizer sgd", {"lr": 0.02, "head": "last", "head_fit": "exact"})],
     "--head multi-level --head-fit exact --augment none": [
-        ("--freeze auto", {"epochs": 16, "cut": None, "head_fit": "exact", "augment": "none"}),
+        ("auto", {"epochs": 16, "cut": None, "head_fit": "exact", "augment": "none"}),
         ("--head-fit sgd --head last", {"freeze": "none", "cut": None, "epochs": 10}),
     ],
     "--strategy subnets --freeze-warmup 7": [
@@ -115,13 +115,23 @@ SAVED: dict[str, list[tuple[str, dict[str, Any]]]] = {
 """Flags of a run -> flags given with its config.yaml, and some of the settings that these two make."""
 
 
+def command_of(flags: str, *, command: str = "train", auto: str = "auto") -> list[str]:
+    """The words of a command line, of `command` unless the flags begin with another one."""
+    named, _, rest = flags.partition(" ")
+    if named in ("auto", "train"):
+        return [*(auto if named == "auto" else named).split(), *rest.split()]
+    return [*command.split(), *flags.split()]
+
+
 @pytest.mark.parametrize("first", SAVED)
 def test_what_followed_from_a_changed_setting_of_a_saved_run_is_worked_out_anew(tmp_path: Path, first: str) -> None:
-    saved = configuration(parse(["train", *first.split()])).resolved()
+    saved = configuration(parse(command_of(first, auto="auto digits"))).resolved()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(saved)))
 
     def again(flags: str) -> Config:
-        return configuration(parse(["train", "--config", str(tmp_path / "config.yaml"), *flags.split()])).resolved()
+        command = "auto" if first.startswith("auto") else "train"
+        words = command_of(flags, command=command)
+        return configuration(parse([*words, "--config", str(tmp_path / "config.yaml")])).resolved()
 
     assert again("") == saved
     for flags, wanted in SAVED[first]:
@@ -131,7 +141,7 @@ def test_what_followed_from_a_changed_setting_of_a_saved_run_is_worked_out_anew(
 
 def test_every_setting_of_a_file_that_no_run_wrote_is_meant(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("optimizer: {epochs: 10, lr: 0.1}")
-    made = configuration(parse(["train", "--config", str(tmp_path / "own.yaml"), "--freeze", "auto"]))
+    made = configuration(parse(["auto", "digits", "--config", str(tmp_path / "own.yaml")]))
     assert (made.optimizer.epochs, made.optimizer.lr, made.optimizer.batch_size) == (10, 0.1, 32)
 
 

@@ -115,7 +115,7 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
             {"head_fit": "sgd"},
             r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
         ),
-        ({"mirror": "never"}, r"--mirror \(never\) must be one of auto, on, mean, off"),
+        ({"flips": "never"}, r"--flips \(never\) must be one of auto, on, mean, off"),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
         ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),
@@ -201,7 +201,7 @@ def test_plain_values_are_read() -> None:
     ("text", "leaf", "value"),
     [
         ("cache: on\naugment: none", "cache", "on"),
-        ("mirror: off", "mirror", "off"),
+        ("flips: off", "flips", "off"),
         ("quiet: on", "quiet", True),
         ("quiet: Off", "quiet", False),
         ("quiet: yes", "quiet", True),
@@ -235,8 +235,8 @@ def test_a_setting_that_is_given_twice_is_refused(tree: dict[str, Any]) -> None:
 
 def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
     found = from_dict({"head": {"mirror": "off", "pool": 2}})
-    assert (found.data.mirror, found.head.pool) == ("off", 2)
-    assert from_dict({"data": {"mirror": "on"}, "head": {"mirror": "off"}}).data.mirror == "on", "what is newer counts"
+    assert (found.data.flips, found.head.pool) == ("off", 2)
+    assert from_dict({"data": {"flips": "on"}, "head": {"mirror": "off"}}).data.flips == "on", "what is newer counts"
     with pytest.raises(UsageError, match="unknown key 'pool'"):
         from_dict({"data": {"pool": 2}})
 
@@ -246,7 +246,7 @@ def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
     [
         (OptimizerConfig, "epochs", 1.0, r"OptimizerConfig: epochs \(1.0\) must be of type int"),
         (OptimizerConfig, "lr", "0.1", r"lr \('0.1'\) must be of type float"),
-        (DataConfig, "mirror", False, r"mirror \(False\) must be of type str; put mirror in quotes"),
+        (DataConfig, "flips", False, r"flips \(False\) must be of type str; put flips in quotes"),
         (OptimizerConfig, "lr", 10**400, r"--lr \(inf\) must be a positive number"),
         (DataConfig, "train_samples", np.ones(2), r"train_samples .* must be of type int"),
         (DataConfig, "augment", None, r"augment \(None\) must be of type str"),

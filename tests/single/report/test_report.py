@@ -109,7 +109,7 @@ def test_the_command_of_a_run_starts_that_run(tmp_path: Path, flags: dict[str, A
     """Whatever its defaults depend on, and however a shell reads it."""
     run = load_run(write_run(tmp_path / "run", accuracies=[0.1], size=1, **{"epochs": 16, **flags}))
     words = shlex.split(command(run))
-    assert words[:2] == ["hvfreeze", "train"]
+    assert words[:2] == ["hvfreeze", "auto" if "freeze" in flags else "train"]
     assert to_dict(configuration(parse(words[1:]))) == run.config
 
 

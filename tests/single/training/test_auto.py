@@ -10,7 +10,7 @@ import pytest
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.training import auto as module
-from hvfreeze.training.auto import Way, auto
+from hvfreeze.training.auto import Plan, auto
 from hvfreeze.training.budget import Work
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.verbs import Tuned
@@ -83,20 +83,21 @@ def decided(
     """What the recipe asks of its verbs."""
     run: Any = Told(epochs=epochs, probes=probes, scores=scores, **settings)
     run.failing, run.head = {failing}, Score(head, 1 - head)
-    way = Way(
+    plan = Plan(
         solving=run.settings,
         tuning=run.settings,
-        has_sgd=True,
+        has_default_sgd=True,
         is_pretrained=pretrained,
         has_many=many,
+        has_trial=pretrained and not many,
         trial=run.settings,
         trial_steps=20,
         epoch=EPOCH,
         first_round=3 * EPOCH,
         has_room=has_room,
-        round=lambda work, warms_up=True: run.settings,
+        settings_for=lambda work, warms_up=True: run.settings,
     )
-    monkeypatch.setattr(module, "choose_way", lambda _: way)
+    monkeypatch.setattr(module, "plan_run", lambda _: plan)
     auto(run)
     assert not run.losses and not run.scores, "verbs that were not asked"
     return list(run.asked)
@@ -114,21 +115,21 @@ def test_a_head_alone_where_there_is_no_room_or_the_trial_does_not_pay(monkeypat
 
 
 def test_rounds_get_longer_while_they_pay_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    longer = decided((*FAR, 0.3, 0.1), (0.1, 0.02, 0.015), epochs=30.0, monkeypatch=monkeypatch, head=0.01)
+    longer = decided((*FAR, 0.3, 0.1), (0.4, 0.2, 0.1), epochs=30.0, monkeypatch=monkeypatch, head=0.01)
     rounds = [entry[1] for entry in longer if entry[0] == "round"]
     assert rounds[:2] == [3.0, 6.0] and 20.0 < rounds[2] < 21.0, "the last one takes what is left"
     assert longer[-2:] == [("solve", True), ("finish", "head")]
 
 
-def test_it_stops_where_a_round_gains_little_or_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_where_a_round_gains_little_or_little_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     little = decided((*FAR, 0.6), (0.1,), monkeypatch=monkeypatch)
     assert little == [("trial", 20), ("round", 3.0), ("solve", True), ("finish", "head")]
-    perfect = decided((*FAR, 0.1), (0.001,), monkeypatch=monkeypatch)
-    assert perfect == [("trial", 20), ("round", 3.0), ("finish", "network")], "no head is needed"
+    good = decided(FAR, (0.01,), head=0.005, monkeypatch=monkeypatch)
+    assert good == little, "no probe is needed"
 
 
 def test_the_network_is_kept_where_no_head_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = decided((*FAR, 0.6), (0.05,), head=0.06, monkeypatch=monkeypatch)
+    found = decided(FAR, (0.05,), head=0.06, monkeypatch=monkeypatch)
     assert found[2:] == [("solve", True), ("restore", "kept"), ("finish", "network")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,16 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(sides: Path, run: Path, *flags: str) -> Outcome:
-    data = ["--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run)]
-    return call("train", *SMALL, *data, *flags)
+    return call("train", *SMALL, "--data", "imagefolder", "--data-dir", str(sides), "--run-dir", str(run), *flags)
 
 
-def stop_after_a_step(monkeypatch: pytest.MonkeyPatch, sides: Path, run: Path, *flags: str) -> None:
+def auto(sides: Path, run: Path, *flags: str) -> Outcome:
+    return call("auto", str(sides), *SMALL, "--run-dir", str(run), *flags)
+
+
+def stop_after_a_step(
+    monkeypatch: pytest.MonkeyPatch, sides: Path, run: Path, *flags: str, make: Callable[..., Outcome] = train
+) -> None:
     """Train until the first step of tuning is made, and leave as if that was asked for."""
     make_step = loop.train_step
 
@@ -51,7 +57,7 @@ def stop_after_a_step(monkeypatch: pytest.MonkeyPatch, sides: Path, run: Path, *
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "train_step", step)
-        assert train(sides, run, *flags).returncode == Preempted.exit_code
+        assert make(sides, run, *flags).returncode == Preempted.exit_code
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -81,12 +87,12 @@ def test_a_fitted_head_leaves_them_out_where_left_and_right_differ_and_says_so(
     flags = ["--head", "multi-level", "--head-fit", head_fit, "--augment", "none"]
     told = train(sides, tmp_path / "auto", *flags)
     assert told.returncode == 0, str(told)
-    assert "note: horizontal flips: off (leave-one-out accuracy on 40 samples" in told.stdout, str(told)
+    assert "note: horizontal flips: off (leave-one-out loss of 40 samples" in told.stdout, str(told)
     found = summary(tmp_path / "auto")
     assert found["test_accuracy"] > 0.9 and found["head"]["rows"] == 40
     assert found["mirror"]["accuracy_without"] > found["mirror"]["accuracy_with"] + 0.2
-    asked = train(sides, tmp_path / "on", *flags, "--mirror", "on")
-    assert asked.returncode == 0 and "horizontal flips: on; use --mirror off" in asked.stdout, str(asked)
+    asked = train(sides, tmp_path / "on", *flags, "--flips", "on")
+    assert asked.returncode == 0 and "horizontal flips: on; use --flips off" in asked.stdout, str(asked)
     assert summary(tmp_path / "on")["head"]["rows"] == 80
     assert summary(tmp_path / "on")["test_accuracy"] < 0.8
 
@@ -94,15 +100,15 @@ def test_a_fitted_head_leaves_them_out_where_left_and_right_differ_and_says_so(
 def test_what_was_found_out_holds_for_every_verb_also_when_the_run_is_resumed(
     sides: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--freeze", "auto", "--epochs", "4"]
-    straight = train(sides, tmp_path / "straight", *flags)
+    flags = ["--epochs", "4"]
+    straight = auto(sides, tmp_path / "straight", *flags)
     assert straight.returncode == 0, str(straight)
     # The first is opened before the recipe begins, so that settings that do not fit are refused early.
     assert opened == [(True, False, 1), (False, False, 0), (True, False, 1)]
     assert straight.stdout.count("horizontal flips: off") == 1, "it is found out once"
-    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags)
+    stop_after_a_step(monkeypatch, sides, tmp_path / "stopped", *flags, make=auto)
     opened.clear()
-    resumed = train(sides, tmp_path / "stopped", *flags, "--resume")
+    resumed = auto(sides, tmp_path / "stopped", *flags, "--resume")
     assert resumed.returncode == 0, str(resumed)
     assert opened == [(True, False, 1), (False, False, 0), (True, False, 1)]
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("straight", "stopped")]
@@ -117,15 +123,15 @@ def test_training_by_steps_leaves_them_out_where_left_and_right_differ_and_says_
 ) -> None:
     told = train(sides, tmp_path / "auto", *STEPS)
     assert told.returncode == 0, str(told)
-    assert "note: horizontal flips: off (leave-one-out accuracy on 40 samples" in told.stdout
+    assert "note: horizontal flips: off (leave-one-out loss of 40 samples" in told.stdout
     assert "pixels, averaged to 8 x 8" in told.stdout
     found = summary(tmp_path / "auto")
     assert found["mirror"]["taken"] is False and found["mirror"]["accuracy_without"] > 0.9
     # Exactly as if that had been asked for: looking costs no draw of anybody's random numbers.
-    off = train(sides, tmp_path / "off", *STEPS, "--mirror", "off")
+    off = train(sides, tmp_path / "off", *STEPS, "--flips", "off")
     assert off.returncode == 0 and "flips" not in off.stdout, str(off)
-    on = train(sides, tmp_path / "on", *STEPS, "--mirror", "on")
-    assert "note: horizontal flips: on; use --mirror off" in on.stdout, str(on)
+    on = train(sides, tmp_path / "on", *STEPS, "--flips", "on")
+    assert "note: horizontal flips: on; use --flips off" in on.stdout, str(on)
     assert opened == [(False, False, 0), (False, False, 0), (False, True, 0)]
     summaries = {name: summary(tmp_path / name) for name in ("auto", "off", "on")}
     assert ["mirror" in each for each in summaries.values()] == [True, False, False]
@@ -134,7 +140,7 @@ def test_training_by_steps_leaves_them_out_where_left_and_right_differ_and_says_
 
 
 def test_blocks_with_trained_weights_are_asked_themselves(sides: Path, tmp_path: Path) -> None:
-    assert train(sides, tmp_path / "before", *STEPS, "--mirror", "off").returncode == 0
+    assert train(sides, tmp_path / "before", *STEPS, "--flips", "off").returncode == 0
     weights = ["--weights", str(tmp_path / "before" / "model.pt")]
     told = train(sides, tmp_path / "after", *STEPS, *weights, "--freeze", "coherence")
     assert "horizontal flips: off" in told.stdout and "the network's blocks" in told.stdout, str(told)
@@ -157,9 +163,9 @@ def test_training_by_steps_keeps_them_where_they_show_the_same_classes(
     shades: Path, tmp_path: Path, opened: list[tuple[bool, bool, int]]
 ) -> None:
     told = train(shades, tmp_path / "auto", *STEPS)
-    assert "note: horizontal flips: on (leave-one-out accuracy on 40 samples" in told.stdout, str(told)
-    assert "use --mirror off if left and right matter" in told.stdout
-    assert train(shades, tmp_path / "on", *STEPS, "--mirror", "on").returncode == 0
+    assert "note: horizontal flips: on (leave-one-out loss of 40 samples" in told.stdout, str(told)
+    assert "use --flips off if left and right matter" in told.stdout
+    assert train(shades, tmp_path / "on", *STEPS, "--flips", "on").returncode == 0
     assert opened == [(False, True, 0)] * 2
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("auto", "on")]
     assert digests[0] == digests[1]
@@ -170,8 +176,8 @@ def test_training_by_steps_keeps_them_where_they_show_the_same_classes(
 def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_image(
     shades: Path, tmp_path: Path, head_fit: str
 ) -> None:
-    flags = ["--freeze", "auto", "--epochs", "1", "--mirror", "mean", "--head-fit", head_fit]
-    told = train(shades, tmp_path / "run", *flags)
+    flags = ["--epochs", "1", "--flips", "mean", "--head-fit", head_fit]
+    told = auto(shades, tmp_path / "run", *flags)
     assert told.returncode == 0 and "the head averages the features of each image and of its flip" in told.stdout, str(
         told
     )
@@ -187,9 +193,9 @@ def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_
 def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classes(
     shades: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = train(shades, tmp_path / "asked", "--freeze", "auto", "--epochs", "1", "--mirror", "mean")
+    asked = auto(shades, tmp_path / "asked", "--epochs", "1", "--flips", "mean")
     monkeypatch.setattr(stage_build, "ALL_COMPARED", 40)
-    told = train(shades, tmp_path / "told", "--freeze", "auto", "--epochs", "1")
+    told = auto(shades, tmp_path / "told", "--epochs", "1")
     assert asked.returncode == told.returncode == 0, f"{asked}{told}"
     assert "and answers in twice the time" in told.stdout and "twice the time" not in asked.stdout
     assert "note: horizontal flips: on (leave-one-out" in told.stdout
@@ -198,11 +204,11 @@ def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classe
 
 
 def test_the_mean_over_them_is_refused_for_a_head_that_is_trained(shades: Path, tmp_path: Path) -> None:
-    told = train(shades, tmp_path / "run", "--epochs", "1", "--mirror", "mean")
-    assert told.returncode == 2 and "mirror (mean) must be auto, on or off unless" in told.stderr, str(told)
+    told = train(shades, tmp_path / "run", "--epochs", "1", "--flips", "mean")
+    assert told.returncode == 2 and "flips (mean) must be auto, on or off unless" in told.stderr, str(told)
 
 
-def test_a_head_that_guesses_has_found_out_nothing(tmp_path: Path) -> None:
+def test_a_head_that_guesses_leaves_flips_on(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for part in ("train", "test"):
         for name in ("a", "b"):
@@ -211,8 +217,7 @@ def test_a_head_that_guesses_has_found_out_nothing(tmp_path: Path) -> None:
                 pixels = random.integers(0, 255, (32, 32, 3)).astype(np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{number}.png")
     told = train(tmp_path / "data", tmp_path / "run", *STEPS)
-    assert "note: horizontal flips: on (leave-one-out accuracy on 30 samples" in told.stdout, str(told)
-    assert "no better than a guess; use --mirror off if left and right matter" in told.stdout
+    assert "note: horizontal flips: on (leave-one-out loss of 30 samples" in told.stdout, str(told)
 
 
 def test_a_resumed_run_goes_on_with_what_was_found_out_at_its_start(
@@ -231,11 +236,11 @@ def test_a_resumed_run_goes_on_with_what_was_found_out_at_its_start(
 
 
 def test_a_switch_that_changes_nothing_is_told(sides: Path, tmp_path: Path) -> None:
-    plain = train(sides, tmp_path / "plain", "--epochs", "1", "--mirror", "on", "--augment", "none")
-    assert "no effect of --mirror (on), because no view is drawn" in plain.stdout, str(plain)
+    plain = train(sides, tmp_path / "plain", "--epochs", "1", "--flips", "on", "--augment", "none")
+    assert "no effect of --flips (on), because no view is drawn" in plain.stdout, str(plain)
     digits = call(
-        "train", *SMALL, "--train-samples", "40", "--epochs", "1", "--mirror", "on", "--run-dir", str(tmp_path / "d")
+        "train", *SMALL, "--train-samples", "40", "--epochs", "1", "--flips", "on", "--run-dir", str(tmp_path / "d")
     )
-    assert "no effect of --mirror (on), because the mirror image of a sample of digits need not" in digits.stdout, str(
+    assert "no effect of --flips (on), because the mirror image of a sample of digits need not" in digits.stdout, str(
         digits
     )

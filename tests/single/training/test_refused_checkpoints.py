@@ -90,7 +90,7 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
 
 @pytest.mark.parametrize("inexact", [[], ["--resume-inexact"]])
 def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[str], tmp_path: Path) -> None:
-    words = "train --model resnet20 --train-samples 60 --batch-size 8 --epochs 1 --freeze auto --threads 1"
+    words = "auto digits --model resnet20 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path)]
     assert call(*flags).returncode == 0
     newest = checkpoint.newest(tmp_path / "checkpoints")
@@ -104,7 +104,7 @@ def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[s
 
 
 def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_journal(tmp_path: Path) -> None:
-    words = "train --model tests.kept.small_model:small --train-samples 60 --batch-size 8 --freeze auto --threads 1"
+    words = "auto digits --model tests.kept.small_model:small --train-samples 60 --batch-size 8 --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path), "--epochs"]
     assert call(*flags, "4").returncode == 0
     ended = digest_of_run(tmp_path)

@@ -104,7 +104,7 @@ def test_a_damaged_sample_is_called_by_its_file(
         "imagefolder",
         "--data-dir",
         str(shapes),
-        "--mirror",
+        "--flips",
         "off",
         "--run-dir",
         str(tmp_path / "run"),

@@ -15,7 +15,7 @@ from PIL import Image
 from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
 from tests.program import call
 
-FLAGS = "--model shufflenet_v2_x0_5 --data imagefolder --batch-size 8 --threads 1 --augment none"
+FLAGS = "--model shufflenet_v2_x0_5 --batch-size 8 --threads 1 --augment none"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,9 @@ def save_images(folder: Path, *, rare: int = 2, tested: int = 1) -> Path:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     place = tmp_path_factory.mktemp(request.param)
     folder = save_images(place / "images", rare=4)
-    more = ["--freeze", "auto", "--epochs", "1"] if request.param == "auto" else ["--epochs", "2"]
-    outcome = call("train", *FLAGS.split(), *more, "--data-dir", str(folder), "--run-dir", str(place / "run"))
+    data = ["--data", "imagefolder", "--data-dir", str(folder)]
+    words = ["auto", str(folder), "--epochs", "1"] if request.param == "auto" else ["train", *data, "--epochs", "2"]
+    outcome = call(*words, *FLAGS.split(), "--run-dir", str(place / "run"))
     assert outcome.returncode == 0, str(outcome)
     return place / "run", outcome.stdout
 

@@ -95,7 +95,7 @@ def test_a_linear_head_of_very_few_samples_uses_what_they_say(count: int) -> Non
         fit = separated(RowsInMemory(features, labels, torch.arange(count) % 10 == 0), task=Classes(CLASSES))
         right.append(float((answers(fit, others).argmax(1) == truth).float().mean()))
     # By chance a quarter is right; the strongest penalty leaves only how frequent classes are.
-    assert min(right) > 0.4, right
+    assert min(right) > 0.35, right
 
 
 @SOLVERS

@@ -465,8 +465,7 @@ class HeadConfig(Section):
     centres: Count | None = setting(
         None,
         "N",
-        "training rows, evenly spread, that all are compared with; default: all of at most "
-        "50 000 rows, of more as many as take about as long",
+        "training rows, evenly spread, that all are compared with; default: all of at most 50 000 rows, of more 10 000",
         of=KERNEL,
     )
 

@@ -343,7 +343,7 @@ def tell_fit(job: Job, fit: Solution) -> None:
     judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}" if held_out else ""
     job.logger.info(
         f"head fitted: {fit.rows} rows{centres}, ridge penalty {fit.penalty:.2g} (best of {len(fit.trials)}), "
-        f"{fit.steps} iterations{judged}{reached}"
+        f"{f'{fit.steps} iterations' if fit.steps else 'closed form'}{judged}{reached}"
     )
 
 

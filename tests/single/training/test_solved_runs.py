@@ -39,9 +39,7 @@ def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
     tmp_path: Path, head_fit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with many rows: a part of them chooses the penalty.
-    monkeypatch.setattr(kernel, "MOST_LEFT_OUT", 50)
-    monkeypatch.setattr(kernel, "MOST_FACTORED_ROWS", 0)
-    monkeypatch.setattr(kernel, "MOST_COMPARED", 100)
+    monkeypatch.setattr(kernel, "FEW", 100)
     told = train(tmp_path / "run", "--train-samples", "400", "--head-fit", head_fit)
     solve, finish = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     shown = re.search(r"head fitted: held-out accuracy ([\d.]+) %, loss ([\d.]+)", told.stdout)
@@ -61,11 +59,12 @@ def test_passes_of_a_solution_are_shown_and_no_rest_that_nobody_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(kernel, "FEW", 20)
     told = train(tmp_path / "run", "--train-samples", "60")
     assert "features of 60 of 60 rows" in told.stdout
     shown = [tuple(map(int, each)) for each in re.findall(r"fitting the head: pass (\d+), (\d+) %", told.stdout)]
     assert shown == sorted(set(shown)) and shown[:2] == [(1, 0), (1, 100)], "how far each pass is, is shown as it goes"
-    assert re.search(r"off by [\d.]+ %, 1.0 % will do", told.stdout)
+    assert re.search(r"error [\d.]+ %, target 1.0 %", told.stdout)
     assert "min left" not in told.stdout
 
 

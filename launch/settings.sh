@@ -27,6 +27,10 @@ hvfreeze_settings() {
     export OMPI_MCA_oob_tcp_keepalive_time=${OMPI_MCA_oob_tcp_keepalive_time:-10}
     export OMPI_MCA_oob_tcp_keepalive_intvl=${OMPI_MCA_oob_tcp_keepalive_intvl:-5}
     export OMPI_MCA_oob_tcp_keepalive_probes=${OMPI_MCA_oob_tcp_keepalive_probes:-4}
+    # A freed tensor's memory serves the next one. By default it returns to the kernel, which zeroes each page again.
+    if ! compgen -e | grep -qE '^MALLOC_(MMAP|TRIM|TOP)'; then
+        export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
+    fi
     # The reducer lays out its own buckets; fusion by timing would change the order of sums from run to run.
     export HOROVOD_FUSION_THRESHOLD=${HOROVOD_FUSION_THRESHOLD:-0}
     # A rank that the others have waited for so long is named and ends the job, whether it is stopped or goes astray.
@@ -52,7 +56,7 @@ hvfreeze_variables() {
     for name in $(compgen -e); do
         case $name in
             PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ | TMPDIR) echo "$name" ;;
-            OMP_* | MKL_* | OMPI_MCA_* | PRTE_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
+            OMP_* | MKL_* | MALLOC_* | GLIBC_TUNABLES | OMPI_MCA_* | PRTE_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
             *) [[ " ${HVFREEZE_KEEP:-} " != *" $name "* ]] || echo "$name" ;;
         esac
     done

@@ -1,23 +1,16 @@
-"""A rank's share of its machine: cores, threads and memory, and giving memory back."""
+"""A rank's share of its machine: cores, threads and memory."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
 
+from hvfreeze.allocator import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.memory import available_bytes, bytes_in
 from hvfreeze.wording import plural
-
-
-def give_back() -> None:
-    """Give freed memory back to the system: the C library keeps it in pieces between what is in use. Only glibc can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
 
 
 def end_set_up() -> None:
@@ -91,5 +84,9 @@ def count_in(variable: str) -> int | None:
 
 
 def memory_budget(local_size: int) -> int:
-    """Return the bytes of pixels that one rank may keep: a third of the memory that is available now, shared."""
+    """Return the bytes of pixels that one rank may keep: a third of the memory that is available now, shared.
+
+    What this rank has freed is available too.
+    """
+    give_back()
     return available_bytes(processes=local_size) // 3 // local_size

@@ -88,33 +88,34 @@ def deal(
     batch_size: int,
     replicas: int,
     whole_batches: bool = True,
-    adapts: bool = False,
+    holds_out: bool = False,
 ) -> Corpus:
     """Choose training and evaluation samples and plan the shards; nothing is decoded.
 
     With `whole_batches` the notes tell which samples fill no batch; without, the run uses batches that are not full.
-    With `adapts` batches are smaller, told in a note, where the smallest shard would fill none. Raises UsageError where
-    the samples do not suffice for what the settings ask.
+    Where the smallest shard would fill no batch, batches are as large as that shard, and a note says so; half as large
+    with `holds_out`, so that one is left when samples of the shard are held out. Raises UsageError where the samples do
+    not suffice for what the settings ask.
     """
     ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
     plan = plan_shards(
         splits.train.labels.numpy(),
         ids,
         size=replicas,
-        batch_size=1 if adapts else batch_size,
+        batch_size=1,
         seed=seed,
         shuffle=data.shuffle,
         partition=data.partition,
         shard_sizes=data.shard_sizes,
     )
     notes = [*splits.notes, *notes_on_broken(splits)]
-    if adapts:
-        smallest = plan.batches_per_epoch
-        if batch_size > smallest:
-            # Two, so that one is left where samples are held out.
-            batch_size = max(1, smallest // 2)
-            notes.append(f"batches of {batch_size}, half of the smallest shard; --batch-size gives them another size")
-        plan = plan.in_batches(batch_size)
+    smallest = plan.batches_per_epoch
+    if batch_size > smallest:
+        lower = max(1, smallest // 2) if holds_out else smallest
+        which = f"{'half of ' if holds_out else ''}the smallest shard, which has {plural(smallest, 'sample')}"
+        notes.append(f"--batch-size ({batch_size}) is lowered to {lower}: {which}")
+        batch_size = lower
+    plan = plan.in_batches(batch_size)
     if data.validation_fraction > 0:
         held = plural(len(evaluated_ids), "training sample is", "training samples are")
         notes.append(f"{held} held out; accuracy is on what is held out, not on the test set")

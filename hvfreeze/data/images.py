@@ -24,10 +24,12 @@ from hvfreeze.data.reading import (
     MODES_OF_16_BITS,
     PNG_TEXTS,
     USUAL,
+    WHOLE_SIDE,
     PixelArray,
     Reading,
     bits_used,
     fitted,
+    is_reduced,
     open_image,
     read_rgb,
     sized_pixels,
@@ -77,12 +79,13 @@ def all_loaded(*loads: Callable[[], T]) -> list[T]:
 
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-TURNED, TRANSPARENT, FRAMES, SCALED, COARSE = ODD = (
+TURNED, TRANSPARENT, FRAMES, SCALED, COARSE, REDUCED = ODD = (
     "images are turned as their EXIF orientation says",
     "images have transparent parts, which are filled with the --background colour",
     "images have several frames or pages, of which the first is read",
     "images are grey of 16 bits and use fewer: each is scaled by those that it uses",
     "images have 16 bits a channel, of which the upper 8 are read: convert those that use fewer than 16 to 8",
+    "images are large JPEG files, which are decoded at 1/2, 1/4 or 1/8 of their size",
 )
 """What is special in how files become pixels."""
 
@@ -152,7 +155,7 @@ class FileSource:
         """
         # No Path: to make one costs a tenth of decoding a small image.
         path = os.path.join(self.root, self.paths[row])
-        image = read_rgb(path, reading=self.reading)
+        image = read_rgb(path, reading=self.reading, side=self.side)
         return sized_pixels(image, side=self.side, image_shape=self.image_shape, reading=self.reading, place=path)
 
     def identity(self, *, local: bool) -> str:
@@ -178,6 +181,8 @@ class FileSource:
             found += " reading 2"
         if version > 2 and self.known_odd[TRANSPARENT]:
             found += f" transparent on {background}"
+        if version > 3 and self.known_odd[REDUCED]:
+            found += " reduced"
         if self.side is not None and fit != "crop":
             found += f" {fit} {background if fit == 'pad' else ''}"
         return found
@@ -191,7 +196,7 @@ def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
 
 
 def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[str]:
-    """Return what of `ODD` is true of an opened image; see `turn_of`.
+    """Return what of `ODD`, but for REDUCED, is true of an opened image; see `turn_of`.
 
     Only grey of 16 bits and what may be transparent is decoded.
     """
@@ -214,6 +219,8 @@ PNG_OPAQUE = (0, 2, 3)
 """Colour types of a PNG file without an alpha channel."""
 WEBP_ALPHA = 0x10
 """In the byte of a lossless WebP file that ends its height: whether it has an alpha channel."""
+JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+"""Markers of the segment of a JPEG file that holds its height and width."""
 HEAD_BYTES = 4096
 """Of a file, which mostly tell whether there can be anything special in it."""
 
@@ -221,9 +228,9 @@ HEAD_BYTES = 4096
 def is_plain(head: bytes) -> bool:
     """Tell whether the first bytes of a file already rule out all of `ODD`; Pillow takes four times as long to open it.
 
-    That is WebP without an extended header and transparency, JPEG without an APP1 segment, which holds EXIF data and
-    XMP, and PNG of at most 8 bits without transparency, animation, EXIF data and texts: a small one, as these may come
-    behind the pixels.
+    That is WebP without an extended header and transparency, JPEG of at most `WHOLE_SIDE` pixels a side without an APP1
+    segment, which holds EXIF data and XMP, and PNG of at most 8 bits without transparency, animation, EXIF data and
+    texts: a small one, as these may come behind the pixels.
     """
     if head[:4] == b"\x89PNG":
         whole = len(head) < HEAD_BYTES and b"IEND" in head
@@ -236,7 +243,8 @@ def is_plain(head: bytes) -> bool:
         marker, length = head[place + 1], int.from_bytes(head[place + 2 : place + 4], "big")
         if marker == 0xDA:
             return True
-        if marker == 0xE1:
+        sides = [int.from_bytes(head[place + at : place + at + 2], "big") for at in (5, 7)]
+        if marker == 0xE1 or (marker in JPEG_FRAMES and max(sides) > WHOLE_SIDE):
             return False
         place += 2 + length
     return False
@@ -266,6 +274,7 @@ def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: i
                 if not is_plain(head_of(place)):
                     with open_image(place) as image:
                         found += oddities(image, turn_in_header)
+                        found += [REDUCED] if source.side and is_reduced(image, source.side) else []
         return found
 
     own = source.paths[share::shares]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.comm.resources import give_back
+from hvfreeze.allocator import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.conjugate_gradients import Solved, solve

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.comm.resources import give_back, memory_budget
+from hvfreeze.allocator import give_back
+from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
@@ -77,8 +78,9 @@ def solve(
     fit: HeadFit | KernelFit | None
     asked: Any = {"task": task, "world": world, "trained": terms.trained}
     if isinstance(layer, KernelHead):
-        # What training has freed is the solver's to take.
+        # What training has freed on all ranks of the node is the solver's to take.
         give_back()
+        world.barrier(name="head.memory")
         asked |= {"centres": centres, "memory_bytes": solver_memory(world.local_size)}
         fit = fit_kernel(rows, read=stop, watch=partial(stop, 0), **asked)
     elif gather(rows, world=world, stop=stop):

@@ -22,7 +22,7 @@ from torch import Tensor
 from hvfreeze import __version__
 from hvfreeze.config.rules import FITS
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.config.tree import Config, parse_plain_yaml
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
     READING,
@@ -41,6 +41,7 @@ from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.weights import weights_path
+from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
@@ -52,7 +53,8 @@ class Preparation:
     """From an image of any size to a normalised float tensor, without augmentation.
 
     Called with a PIL image or a uint8 tensor, (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3, it returns
-    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else.
+    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else. A large JPEG file that was only opened is
+    decoded at a reduced scale, as in training, and keeps that size.
     """
 
     height: int
@@ -91,14 +93,16 @@ class Preparation:
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
         try:
-            rgb = to_rgb(image if isinstance(image, Image.Image) else picture_of(image), reading=self.how)
+            picture = image if isinstance(image, Image.Image) else picture_of(image)
+            rgb = to_rgb(picture, reading=self.how, side=max(self.height, self.width))
         except ValueError as error:
             raise UsageError(f"the image cannot be used: {error}") from error
         return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def pixels_of(self, path: Path) -> PixelArray:
         """Return an image file's (3, height, width) uint8; RefusedError, which names it, where it is not intact."""
-        return to_pixels(fitted(read_rgb(path, reading=self.how), self.height, self.width, reading=self.how))
+        rgb = read_rgb(path, reading=self.how, side=max(self.height, self.width))
+        return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return (N, 3, S, S) float32, channels last, of (N, 3, height, width) uint8."""
@@ -396,7 +400,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         image=None
         if isinstance(transform, Shift)
         else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
-        context=data.window if isinstance(transform, Shift) else None,
+        context=data.context if isinstance(transform, Shift) else None,
         precision=config.optimizer.precision,
         batch_size=rows,
         data=data.data,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.allocator import advice
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
@@ -244,6 +245,8 @@ class DistributedOptimizer(OptimizerWrapper):
         length = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs}
         passes = backward_passes_per_step
         title = _agreed_title(self.world)
+        if world is None and not title and advice():
+            tell(self.world, advice())
         check_equal(self.world, "arguments", {**length, "passes": passes, **dataclasses.asdict(settings)})
         exchange = ExchangeArguments(
             compression, passes, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense

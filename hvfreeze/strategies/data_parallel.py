@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from hvfreeze.allocator import give_back
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.low_rank import pool_into
 from hvfreeze.comm.reducer import Signals
@@ -28,7 +29,6 @@ from hvfreeze.comm.replica_sync import (
     pooled_statistics,
     running_statistics,
 )
-from hvfreeze.comm.resources import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config

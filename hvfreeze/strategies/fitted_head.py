@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hvfreeze.allocator import give_back
 from hvfreeze.comm.replica_sync import check_replicas
-from hvfreeze.comm.resources import give_back, memory_budget
+from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch

@@ -27,7 +27,7 @@ from hvfreeze.comm.resources import (
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded
 from hvfreeze.config.sections import AUTO, TEXT, DataConfig
-from hvfreeze.config.tree import Config, differing, to_dict
+from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
@@ -43,7 +43,7 @@ from hvfreeze.freezing.frozen_prefix import trainable_of
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
-from hvfreeze.inference.normalisation import normalisation_of
+from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -51,7 +51,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.progress import RunLogger, check_curves
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.choices import reads_images, replicas_of, rows_evaluated
+from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -61,6 +61,10 @@ from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import code_sha256, is_named_code
+from hvfreeze.wording import plural
+
+FEW_BATCHES = 20
+"""With fewer, BatchNorm's running statistics, of momentum 0.1, keep more than an eighth of the pretrained ones."""
 
 
 def notes_on_freezing(config: Config) -> list[str]:
@@ -104,7 +108,7 @@ def open_corpus(
     batch_size: int,
     replicas: int,
     whole_batches: bool,
-    adapts: bool = False,
+    holds_out: bool = False,
 ) -> Corpus:
     """Find the data and deal it out, see `deal`; nothing is decoded yet. Collective."""
     raise_on_all_ranks(
@@ -129,7 +133,7 @@ def open_corpus(
             contents=contents,
             reading=reading_of(data),
             skip_bad=data.skip_bad,
-            context=data.window,
+            context=data.context,
         ),
         name="data",
     )
@@ -145,7 +149,7 @@ def open_corpus(
             batch_size=batch_size,
             replicas=replicas,
             whole_batches=whole_batches,
-            adapts=adapts,
+            holds_out=holds_out,
         ),
         name="shards",
     )
@@ -199,10 +203,11 @@ def assemble(
     """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
-    feed, evaluated, notes = load_share(config, world, corpus, replica=replica, rows=rows, model=chain.model)
-    if world.rank == 0 and isinstance(feed.images, Images):
-        # Rank 0 alone speaks.
-        notes = [normalisation_of(config, corpus.train, chain.model).describe(), *notes]
+    feed, evaluated, normalisation, notes = load_share(
+        config, world, corpus, replica=replica, rows=rows, model=chain.model
+    )
+    if normalisation is not None and isinstance(feed.images, Images):
+        notes = [normalisation.describe(), *notes]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None:
@@ -313,10 +318,10 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
 
 def load_share(
     config: Config, world: World, corpus: Corpus, *, replica: int, rows: int, model: nn.Module | None = None
-) -> tuple[TrainFeed, Inputs, list[str]]:
-    """Load the pixels of this rank's replica, to train on and to evaluate, and return notes for the user. Collective.
+) -> tuple[TrainFeed, Inputs, Normalisation | None, list[str]]:
+    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
 
-    `model` may say with which mean and standard deviation its weights were trained.
+    Returns also, on rank 0, how images are normalised, which `model` may know of its weights; and notes for the user.
 
     Pixels that several ranks of a node read are there once; each of them decodes a part. For `rows` see `TrainFeed`.
 
@@ -357,16 +362,16 @@ def load_share(
     for pool in pools:
         if pool is not None:
             protect(pool.pixels)
-    return *feeds, notes_on_sharing(unshared)
+    return *feeds, found, notes_on_sharing(unshared)
 
 
-def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
-    """Build a run from its configuration. For `started` and `given` see `run`. Collective.
+def prepare(config: Config, world: World, *, started: float | None = None) -> Job:
+    """Build a run from its configuration. For `started` see `run`. Collective.
 
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    asked, given = config, given | differing(config)
+    asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
@@ -378,19 +383,20 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
     raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
-    # Where a head is solved, the size of a batch is no part of the result.
-    adapts = (config.freeze.auto or config.head.solved) and "batch_size" not in given
-    corpus, identities = agreed_corpus(config, world, adapts=adapts)
-    settings = to_dict(config)
+    corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
+    settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     chain, notes = equal_model(config, world, blueprint)
+    config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
     job.data_identities |= identities
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = raise_on_all_ranks(
         world,
-        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
+        lambda: (
+            open_record(directory, settings, environment=environment, file=file) if world.rank == 0 else NullRecord()
+        ),
         name="record",
     )
     job.logger.log_to(job.record.log)
@@ -403,18 +409,37 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
         *([job.overlap.describe()] if job.overlap else []),
         *([job.conflict.describe()] if job.conflict else []),
         *notes,
+        *kept,
         *notes_on_freezing(config),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
         ),
-        *without_effect(plan, given),
+        *without_effect(plan),
         *crowding(world),
         *bound_apart(world),
         *rests,
         *job.record.notes,
     ]
     return job
+
+
+def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> tuple[Config, list[str]]:
+    """Return the settings with the pretrained BatchNorm statistics, and a note, where training has too few batches.
+
+    Blocks that are trained with each batch's statistics are evaluated with running ones, which follow slowly.
+    """
+    batches = config.optimizer.epochs * corpus.plan.batches_per_epoch
+    is_open = (
+        config.freeze.statistics == AUTO and config.model.weights != "none" and config.run.budget_seconds() is None
+    )
+    is_plain = not config.freeze.auto and not config.head.solved and not config.strategy.batch_statistics
+    has_norms = any(isinstance(module, _BatchNorm) for module in chain.model.modules())
+    if not (is_open and is_plain and has_norms and batches < FEW_BATCHES):
+        return config, []
+    few = f"training has only {plural(batches, 'batch', 'batches')}, too few to replace them"
+    note = f"BatchNorm keeps the pretrained statistics: {few}; use --statistics batch to train them"
+    return replace(config, freeze=replace(config.freeze, statistics="kept")), [note]
 
 
 def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, list[str]]:
@@ -500,8 +525,8 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
     return directory
 
 
-def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus, dict[str, str]]:
-    """Return the samples, and digests of them that are equal on all ranks. For `adapts` see `deal`. Collective."""
+def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
+    """Return the samples, and digests of them that are equal on all ranks. For `holds_out` see `deal`. Collective."""
     replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
     if replicas > 1 and data.shuffle == "global" and cache.cache == "on" and not cache.cache_shared:
@@ -516,7 +541,7 @@ def agreed_corpus(config: Config, world: World, *, adapts: bool) -> tuple[Corpus
         batch_size=config.optimizer.batch_size,
         replicas=replicas,
         whole_batches=not config.head.solved,
-        adapts=adapts,
+        holds_out=holds_out,
     )
     remedy = "start all ranks with one command, on equal data"
     if ":" in config.data.data:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvfreeze.allocator import give_back
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import gather_tensors
-from hvfreeze.comm.resources import end_set_up, give_back
+from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch

@@ -14,7 +14,7 @@ from torch import nn
 from hvfreeze.comm import reducer
 from hvfreeze.comm.replica_sync import parameter_digest
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.config.tree import Config, applying, from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
@@ -55,7 +55,9 @@ def configuration(directory: Path, size: int, **changes: Any) -> Config:
         "threads": 1,
         "run_dir": str(directory),
     }
-    return from_dict({**base, **changes})
+    # What a fitted head has no use for.
+    known = applying({**base, **changes})
+    return from_dict({**{name: value for name, value in base.items() if name in known}, **changes})
 
 
 class Runs:

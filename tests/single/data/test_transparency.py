@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 import hvfreeze
 from hvfreeze.data.images import FRAMES, TRANSPARENT, FileSource, count_odd, head_of, is_plain
-from hvfreeze.data.reading import Reading, read_rgb, to_rgb
+from hvfreeze.data.reading import READING, Reading, read_rgb, to_rgb
 from tests.program import call
 
 OLD = Reading(version=2)
@@ -168,7 +168,7 @@ def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_
     assert outcome.returncode == 0, str(outcome)
     assert f"24 of 24 train {TRANSPARENT}" in outcome.stdout and "no effect" not in outcome.stdout
     tree = yaml.safe_load((run / "model.yaml").read_text())
-    assert tree["image"]["reading"] == 3 and tree["image"]["background"] == [200, 190, 180]
+    assert tree["image"]["reading"] == READING and tree["image"]["background"] == [200, 190, 180]
     assert "as the run reported" in call("evaluate", str(run)).stdout
     path = folder / "test" / "disc" / "0.png"
     assert (hvfreeze.load_model(run).preparation.pixels_of(path)[:, 0, 0] == (200, 190, 180)).all()

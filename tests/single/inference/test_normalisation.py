@@ -13,6 +13,7 @@ from torch import nn
 from hvfreeze.config.tree import from_dict
 from hvfreeze.inference import normalisation
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
+from hvfreeze.training import build
 from tests.program import call
 
 HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -80,3 +81,18 @@ def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
     weights = tmp_path / "first" / "model.pt"
     outcome = call("train", *flags.split(), "--weights", str(weights), "--run-dir", str(tmp_path / "second"))
     assert f"those of the run that made {weights}" in outcome.stdout, str(outcome)
+
+
+def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looked: list[Normalisation] = []
+
+    def look(*given: Any) -> Normalisation:
+        looked.append(normalisation_of(*given))
+        return looked[-1]
+
+    monkeypatch.setattr(build, "normalisation_of", look)
+    flags = "--model resnet20 --train-samples 32 --batch-size 16 --epochs 1 --threads 1".split()
+    outcome = call("train", *flags, "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 0 and [each.describe() for each in looked] == [
+        line.removeprefix("note: ") for line in outcome.stdout.splitlines() if "are normalised with" in line
+    ], str(outcome)

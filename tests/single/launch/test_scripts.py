@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from hvfreeze.allocator import SETTINGS
 from hvfreeze.doctor.hosts import read_hostfile
 from hvfreeze.errors import UsageError
 
@@ -56,6 +57,13 @@ def test_only_what_ranks_need_is_named_to_other_nodes() -> None:
     names = bash("hvfreeze_settings 1; hvfreeze_variables", **variables).stdout.split()
     assert {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "HOROVOD_FUSION_THRESHOLD"} <= set(names)
     assert not {"FAKE_API_KEY", "SLURM_JOB_ID", "SSH_AUTH_SOCK", "HOME"} & set(names)
+
+
+def test_freed_memory_is_kept_unless_a_user_sets_the_allocator() -> None:
+    script = "hvfreeze_settings 1; hvfreeze_variables | grep MALLOC_"
+    assert bash(script).stdout.split() == list(SETTINGS)
+    assert bash(f"{script}; env | grep MALLOC_").stdout.split()[2:] == [f"{k}={v}" for k, v in SETTINGS.items()]
+    assert bash(script, MALLOC_TRIM_THRESHOLD_="131072").stdout.split() == ["MALLOC_TRIM_THRESHOLD_"]
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_all_ranks_normalise_as_rank_0_finds_that_the_weights_want_it(finished: 
     config, world = from_dict({"data": "digits", "train_samples": 64, "weights": str(finished / "model.pt")}), Rank1()
     options = {"seed": 0, "batch_size": 16, "replicas": 1, "whole_batches": True}
     corpus = open_corpus(config.data, world, **options)  # type: ignore[arg-type]
-    feed, evaluated, _ = load_share(config, world, corpus, replica=0, rows=16)
+    feed, evaluated, *_ = load_share(config, world, corpus, replica=0, rows=16)
     for images in (feed.images, evaluated):
         assert isinstance(images, Images) and images.transform.mean == MEAN
 

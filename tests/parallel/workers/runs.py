@@ -74,9 +74,10 @@ class Runs:
         self.world, self.root, self.settings, self.more = world, root, settings, more
 
     def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
-        """Make a run in the directory `name`; return its summary."""
+        """Make a run in the directory `name`; return its summary. A change to None leaves a setting out."""
         given = {"threads": 1, "run_dir": str(self.root / name), **self.settings, **changes}
-        return run(from_dict(given), self.world, **self.more)
+        left_out = [setting for setting, value in changes.items() if value is None]
+        return run(from_dict({key: given[key] for key in given if key not in left_out}), self.world, **self.more)
 
     def numbers(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of a run's record, but for what is measured by the clock."""

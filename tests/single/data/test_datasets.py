@@ -189,10 +189,6 @@ def leave_two_images(root: Path) -> None:
     write_images(root, num=1)
 
 
-def add_another_size(root: Path) -> None:
-    Image.new("RGB", (9, 7)).save(root / "test" / "a" / "9.png")
-
-
 @pytest.mark.parametrize(
     ("damage", "name", "kind", "words"),
     [
@@ -206,7 +202,6 @@ def add_another_size(root: Path) -> None:
         (empty_everything, "imagefolder", RefusedError, ["holds no class folders", "CLASS/IMAGE"]),
         (empty_everything, "cifar10", RefusedError, ["cifar-10-batches-py/", "train/ and test/", "--data-dir"]),
         (leave_two_images, "imagefolder", RefusedError, ["2 images, too few to hold out"]),
-        (add_another_size, "imagefolder", UsageError, ["(8x8)", "9.png (9x7)", "give --image-size"]),
         (lambda root: None, "cifar10", RefusedError, ["2 classes where cifar10 has 10", "--data imagefolder"]),
         (lambda root: None, "cifar100", RefusedError, ["2 classes where cifar100 has 100"]),
         (lambda root: None, "mnist", UsageError, ["--data (mnist)", "digits, cifar10, cifar100, imagefolder"]),
@@ -222,3 +217,9 @@ def test_data_that_cannot_be_used_is_refused_by_name_with_the_way_out(
     assert type(refusal.value) is kind
     for word in ["" if name == "mnist" else str(root), *words]:
         assert word in str(refusal.value)
+
+
+def test_images_that_differ_in_size_become_squares_of_128_pixels(tmp_path: Path) -> None:
+    root = folder(tmp_path / "data")
+    Image.new("RGB", (300, 200)).save(root / "test" / "a" / "9.png")
+    assert open_data("imagefolder", root).train.image_shape == (3, 128, 128)

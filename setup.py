@@ -23,6 +23,7 @@ setup(
         "pillow>=9.4",
         "pyyaml>=6.0",
         "scikit-learn>=1.2",
+        "scipy>=1.11",
         # Below 2.6, torch.load(weights_only=True) can be made to run a file's code (CVE-2025-32434), below 2.10 to
         # corrupt memory (CVE-2026-24747): hvfreeze/plain_load.py. 2.14 asks for C++20, unlike Horovod as built.
         "torch>=2.10,<2.14",
@@ -31,7 +32,7 @@ setup(
     ],
     # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.
     extras_require={
-        "analysis": ["pandas>=2.2", "scipy>=1.11"],
+        "analysis": ["pandas>=2.2"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings>=0.26", "mkdocstrings-python>=1.11"],
         "mpi": ["horovod==0.28.1"],
         "safetensors": ["safetensors>=0.4"],

@@ -25,9 +25,8 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.launching import run_case, why_missing
 from analysis.benchmarks.table import HEADER, merged, read_rows, table, write_rows
 from analysis.sweeps.options import file_to_write
-from hvfreeze.config.tree import did_you_mean
 from hvfreeze.errors import HvfreezeError, UsageError
-from hvfreeze.wording import plural
+from hvfreeze.wording import did_you_mean, plural
 
 OUT = Path("build") / "bench.json"
 QUICK_OUT = OUT.parent / "smoke-results" / OUT.name

@@ -28,7 +28,7 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.inference.normalisation import normalisation_of
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.choices import rows_evaluated
+from hvfreeze.strategies.opening import rows_evaluated
 from hvfreeze.training.stage_build import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"

@@ -319,11 +319,18 @@ def written(flags: Mapping[str, Value]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in flags.items())
 
 
-def reached(results: Results, label: str) -> str:
-    """Return a label's mean accuracy and mean time."""
-    return (
-        f"{percent(results.mean(label, 'test_accuracy').mean)} in {seconds(results.mean(label, 'train_seconds').mean)}"
-    )
+def reached(results: Results, label: str, against: str) -> str:
+    """Return a label's mean accuracy, and its mean time in the runs that `timed_with` another's."""
+    timed = timed_with(results, label, against).mean(label, "train_seconds")
+    return f"{percent(results.mean(label, 'test_accuracy').mean)} in {seconds(timed.mean)}"
+
+
+def timed_with(results: Results, label: str, against: str) -> Results:
+    """Return the results without runs of two labels whose times were not taken on one machine, if there are others."""
+    ours, theirs = results.clocks(label), results.clocks(against)
+    seeds = {seed for seed in ours.keys() & theirs.keys() if ours[seed] == theirs[seed]}
+    kept = [row for row in results.rows if row["label"] not in (label, against) or int(row["seed"]) in seeds]
+    return replace(results, rows=kept) if seeds else results
 
 
 def words(results: Results) -> Words:
@@ -335,7 +342,8 @@ def words(results: Results) -> Words:
         **methods,
         "grounds": GROUNDS,
         "full_ways": lambda name: full_ways(own, name),
-        "reached": lambda label: reached(own, label),
+        "reached": lambda label, against: reached(own, label, against),
+        "faster": lambda label, against: timed_with(own, label, against).gain(label, against),
         "found": lambda name: found(results, name),
         "by_ground": lambda way: by_ground(own, way),
         "worst": {way: worst_of(own, way) for way in ("auto", "budget")},

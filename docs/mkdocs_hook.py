@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 import hvfreeze
 from hvfreeze.cli import build_parser
+from hvfreeze.config.flags import HelpAll
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")
@@ -80,10 +81,14 @@ def command_line() -> str:
 
 
 def command(parser: argparse.ArgumentParser, text: str) -> str:
-    """Return a command: what it does, its flags by group, and its examples."""
+    """Return a command: what it does, its flags by group, and its examples; of `auto` the flags that its help shows."""
+    for action in parser._actions if text and parser.prog.endswith("train") else ():
+        action.help = getattr(action, "whole_help", action.help)
     lines = [f"## {parser.prog}", "", sentence(text)]
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        hidden = (argparse._HelpAction, HelpAll)
+        known = [action for action in group._group_actions if not isinstance(action, hidden)]
+        actions = [action for action in known if action.help != argparse.SUPPRESS]
         if not actions:
             continue
         titled = group.title not in ("options", "positional arguments")

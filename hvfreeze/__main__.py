@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from hvfreeze.allocator import keep_memory
 from hvfreeze.cli import RUNS, parse, perform
-from hvfreeze.config.flags import configuration, given
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
 from hvfreeze.torch_imports import kept_for_good
 
@@ -99,12 +98,13 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         with kept_for_good():
             from hvfreeze.training.run import run
 
-        def understood() -> tuple[Config, frozenset[str]]:
-            options = parse(arguments)
-            return configuration(options), frozenset(given(options))
+        from hvfreeze.config.flags import configuration
 
-        config, flags = raise_on_all_ranks(world, understood, name="configuration")
-        summary = run(config, world, asked=asked, started=started, given=flags)
+        def understood() -> Config:
+            return configuration(parse(arguments))
+
+        config = raise_on_all_ranks(world, understood, name="configuration")
+        summary = run(config, world, asked=asked, started=started)
         code = print_summary(summary) if config.run.json and world.rank == 0 else 0
     except HvfreezeError as error:
         if not error.everywhere and world.size > 1:

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvfreeze import __version__
-from hvfreeze.config.flags import EXIT_CODES, Parser, add_auto, add_train, flag_of, settings_of_auto
-from hvfreeze.config.tree import RENAMED, did_you_mean, leaves
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import EXIT_CODES, UsageError
 from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.wording import did_you_mean
 
 DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
 
@@ -233,12 +232,23 @@ COMMANDS = {
 }
 
 
-RUNS = ("auto", "train")
+RUNS = {
+    "auto": "fine-tune a model on a folder of images; chooses how",
+    "train": "fine-tune a model, with every setting by hand",
+}
 """The commands that make a run."""
 
 
-def build_parser() -> Parser:
-    """Return the parser of all commands."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are the program's own."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with the message and where to read more."""
+        raise UsageError(f"{message}; '{self.prog} --help' explains")
+
+
+def build_parser(words: Sequence[str] | None = None) -> Parser:
+    """Return the parser of all commands, or with the flags of that alone with which a command line begins."""
     parser = Parser(
         prog="hvfreeze",
         description=DESCRIPTION,
@@ -248,8 +258,12 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hvfreeze {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    add_auto(commands)
-    add_train(commands)
+    for name, text in RUNS.items():
+        added = commands.add_parser(name, help=text, allow_abbrev=False)
+        if words is None or words[:1] == [name]:
+            from hvfreeze.config.flags import add_flags
+
+            add_flags(added, words or ())
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.help, allow_abbrev=False))
     return parser
@@ -266,23 +280,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] not in names and not arguments[0].startswith("-"):
         hint = did_you_mean(arguments[0], dict.fromkeys(names))
         raise UsageError(f"unknown command '{arguments[0]}'{hint}; the commands are {', '.join(names)}")
-    options, rest = build_parser().parse_known_args(list(arguments))
+    options, rest = build_parser(list(arguments)).parse_known_args(list(arguments))
     if rest:
-        raise UsageError(f"unknown argument '{rest[0]}'{hint_at(rest[0].partition('=')[0], options.command)}")
+        hint = ""
+        if options.command in RUNS:
+            from hvfreeze.config.flags import hint_at
+
+            hint = hint_at(rest[0].partition("=")[0], options.command)
+        raise UsageError(f"unknown argument '{rest[0]}'{hint}")
     return options
-
-
-def hint_at(word: str, command: str) -> str:
-    """Return what may have been meant by an argument that a command does not know, or the empty string."""
-    if command not in RUNS:
-        return ""
-    known = [flag_of(leaf) for leaf in (leaves() if command == "train" else settings_of_auto())]
-    renamed = {flag_of(before): flag_of(leaf) for before, leaf in RENAMED.items()}
-    if word in renamed:
-        return f"; it is {renamed[word]} now"
-    if word.removeprefix("--").replace("-", "_") in leaves():
-        return "; it is a flag of hvfreeze train"
-    return did_you_mean(word, dict.fromkeys(known))
 
 
 def perform(arguments: Sequence[str]) -> int:

@@ -1,29 +1,20 @@
-"""What must be there in a run for a setting to have an effect: each setting names it, and who gave one in vain is told.
+"""Settings that have no effect on a run's data, on its ranks or in its time, of which the user is told.
 
-A setting says in `read_by`, where it is declared, what reads it. `READERS` knows for each of these names how to find
-in a run's plan whether it is there, and what to say where it is not.
+Settings that no run with the other ones reads are refused before, see `hvfreeze.config.section.Alternative`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.flags import flag_of
-from hvfreeze.config.rules import parse_mlp
-from hvfreeze.config.tree import Config, flat, leaves, to_dict
+from hvfreeze.config.sections import CACHED, TRAINED, VOTED, is_cut
+from hvfreeze.config.tree import Config, leaves, settings_of
 from hvfreeze.freezing.cadence import Cadence
-from hvfreeze.freezing.criteria import CRITERIA
 from hvfreeze.wording import plural
-
-BY_BATCH = ("shared-trunk", "local-critics", "stale-ring")
-"""Strategies whose BatchNorm uses each batch's statistics wherever it trains."""
-OWN_PARTS = ("local-critics", "stale-ring")
-"""Strategies that cut a model into other numbers of parts than there are ranks."""
-WHOLE_MODELS = ("replicas", "local-sgd")
-"""Strategies whose ranks have the whole model, and use its blocks only where some are frozen."""
 
 
 @dataclass(frozen=True)
@@ -150,32 +141,7 @@ def views(plan: Plan, value: str) -> Found:
     return unless(read, "a head is solved on each sample as it is, or on fixed views, as with --augment views:K")
 
 
-def drawn_views(plan: Plan, value: str) -> Found:
-    """Look for views that are drawn by --recipe."""
-    drawn = (part.config.data for part in plan.parts)
-    is_drawn = any(data.augment != "none" and data.recipe == value for data in drawn)
-    return unless(is_drawn, "no view is drawn: every sample is shown as it is")
-
-
-def has_trunk(config: Config) -> bool:
-    """Tell whether the strategy freezes all blocks before the heads that it trains."""
-    strategy, mlp = config.strategy.strategy, parse_mlp("head", config.head.head)
-    return strategy == "shared-trunk" or (strategy == "subnets" and mlp is not None)
-
-
-def cuts(plan: Plan, value: Any) -> Found:
-    """Look for a place at which the model is cut into blocks."""
-    config = plan.config
-    frozen = any(part.config.freeze.freeze != "none" or part.config.freeze.shadow_names() for part in plan.trained)
-    read = any(part.config.head.head == "multi-level" for part in plan.solved)
-    # The last block is what has the head's own rate.
-    read = read or (bool(plan.trained) and config.optimizer.head_rates() is not None)
-    strategy = config.strategy.strategy
-    whole = strategy in WHOLE_MODELS or (strategy == "subnets" and not has_trunk(config))
-    return unless(frozen or read or not whole, "the model is used as a whole")
-
-
-def mirror_images(plan: Plan, value: Any) -> Found:
+def flips(plan: Plan, value: Any) -> Found:
     """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
     if not plan.flips:
         return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
@@ -203,14 +169,6 @@ def warmup(plan: Plan, value: int) -> Found:
     )
 
 
-def norms(plan: Plan, value: str) -> Found:
-    """Look for BatchNorm that trains, and does as it is told."""
-    strategy = plan.config.strategy.strategy
-    if value == "kept" and strategy in BY_BATCH:
-        return f"BatchNorm that trains with --strategy {strategy} uses each batch's statistics"
-    return unless(plan.normalises, "no block that trains has BatchNorm")
-
-
 def exchange(plan: Plan, value: str) -> Found:
     """Look for gradients that travel, and so many that they are compressed."""
     made = max(part.steps for part in plan.trained)
@@ -221,13 +179,33 @@ def exchange(plan: Plan, value: str) -> Found:
     return shards(plan, value) or enough
 
 
+def larger_images(plan: Plan, value: int) -> Found:
+    """Look for images that are scaled down before they are cropped."""
+    why = f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped"
+    return unless(value <= plan.side, InPart(why))
+
+
+def decoding(plan: Plan, value: bool) -> Found:
+    """Look for images that are decoded from files."""
+    return unless(plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own")
+
+
+def sharing(plan: Plan, value: bool) -> Found:
+    """Look for ranks, or later runs, to share files with."""
+    return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank")
+
+
+def recipe(plan: Plan, value: str) -> Found:
+    """Look for views that are drawn."""
+    drawn = any(part.config.data.augment != "none" and part.config.data.recipe == value for part in plan.parts)
+    return unless(drawn, "no view is drawn: every sample is shown as it is")
+
+
 def scored(plan: Plan, *, shadows: bool) -> Found:
     """Return why no criterion of training is asked, those without effect among them where `shadows` says so."""
     config = plan.config
     if not plan.trained:
         return plan.solves_alone
-    if config.strategy.strategy == "shared-trunk":
-        return "the trunk of --strategy shared-trunk is frozen from the start"
     parts = [part for part in plan.trained if part.config.freeze.votes]
     parts += [part for part in plan.trained if shadows and part.config.freeze.shadow_names()]
     if not parts:
@@ -256,43 +234,21 @@ def cadence(plan: Plan, value: int) -> Found:
     return InPart(why) if why and asked else why
 
 
-def criteria(plan: Plan, value: Any) -> Found:
-    """Look for votes, or criteria that are scored without effect."""
-    return scored(plan, shadows=True)
-
-
 def shadows(plan: Plan, value: str) -> Found:
     """Look for criteria beside the one that decides."""
-    decides = {part.config.freeze.freeze for part in plan.trained}
-    others = set(value.split(",")) - decides
-    return criteria(plan, value) or unless(bool(others) or value == "none", f"{value} decides, and is logged as that")
+    others = set(value.split(",")) - {part.config.freeze.freeze for part in plan.trained}
+    return scored(plan, shadows=True) or unless(bool(others), f"{value} decides, and is logged as that")
 
 
-def gradients(plan: Plan, value: Any) -> Found:
-    """Look for a criterion that looks at the norms of gradients."""
-    settings = [part.config.freeze for part in plan.trained]
-    asked = {name for each in settings for name in (each.freeze, *each.shadow_names())}
-    watched = any(name in CRITERIA and CRITERIA[name].watches == "norms" for name in asked)
-    return criteria(plan, value) or unless(watched, "no criterion of the run looks at the norms of gradients")
+def voters(plan: Plan, value: Any) -> Found:
+    """Look for several voters."""
+    return scored(plan, shadows=True) or unless(plan.replicas > 1, "there is one voter")
 
 
-def gains(plan: Plan, value: Any) -> Found:
-    """Look for a criterion that compares what blocks gain."""
-    asked = {name for part in plan.trained for name in part.config.freeze.criteria()}
-    return criteria(plan, value) or unless("coherence" in asked, "no criterion of the run looks at what blocks gain")
-
-
-def observed(plan: Plan, value: Any) -> Found:
-    """Look for gradients of a rank that are summed for a vote, and that differ from their average or are clipped."""
-    if plan.replicas == 1 and plan.config.optimizer.clip_grad is None:
-        return "one rank's gradients are their own average"
-    weighs = plan.config.freeze.vote_weight == "snr"
-    return criteria(plan, value) if weighs else gradients(plan, value)
-
-
-def tuning(plan: Plan, value: Any) -> Found:
-    """Look for a fine-tuning of hvfreeze auto."""
-    return unless(bool(plan.trained) or value == "none", plan.solves_alone)
+def signal(plan: Plan, value: Any) -> Found:
+    """Look for gradients of a rank that differ from their average, or are clipped."""
+    alone = plan.replicas == 1 and plan.config.optimizer.clip_grad is None
+    return scored(plan, shadows=True) or unless(not alone, "one rank's gradients are their own average")
 
 
 def cached_rows(plan: Plan, value: Any) -> Found:
@@ -308,20 +264,9 @@ def cached_rows(plan: Plan, value: Any) -> Found:
             why = "with --augment fresh no view comes again"
         else:
             frozen = freeze.cut or (freeze.votes and first_vote(part) < part.steps)
-            if part.solves or has_trunk(config) or frozen:
+            if part.solves or config.strategy.has_trunk(config) or frozen:
                 return None
     return why
-
-
-def line(plan: Plan, value: Any) -> Found:
-    """Look for several ranks that pass a batch on to each other."""
-    settings = plan.config.strategy
-    if settings.trunk == "whole":
-        return "every rank runs the whole trunk"
-    if settings.strategy in OWN_PARTS:
-        return unless(settings.parts != 1, "--parts is 1")
-    count = settings.grid_parts(plan.ranks) if settings.strategy == "grid" else plan.ranks
-    return ranks(plan, value) or unless(count > 1, "--parts is 1")
 
 
 def redealing(plan: Plan, value: str) -> Found:
@@ -346,78 +291,61 @@ def patience(plan: Plan, value: int) -> Found:
     )
 
 
-READERS: dict[str, Reader] = {
-    "run": lambda plan, value: None,
-    # Rounds after which ranks meet, or are dealt other neurons.
-    "rounds": lambda plan, value: None if plan.config.strategy.strategy == "subnets" else ranks(plan, value),
+FOUND: dict[str, Reader] = {
+    "augment": views,
+    "auto_without": steps,
     "background": background,
-    "cache": lambda plan, value: unless(plan.config.cache.cache != "off", "--cache is off"),
-    "cached-rows": cached_rows,
-    "cadence": cadence,
-    "criteria": criteria,
-    # Blocks that are frozen from the start; in hvfreeze auto, while others are tuned.
-    "cut": lambda plan, value: tuning(plan, value) if plan.config.freeze.auto else None,
-    "cuts": cuts,
-    "decay": lambda plan, value: unless(plan.config.optimizer.weight_decay > 0, "--weight-decay is 0"),
-    "decoding": lambda plan, value: unless(
-        plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own"
-    ),
-    "drawn-views": drawn_views,
+    "blocks": lambda plan, value: unless(is_cut(plan.config), "the model is used as a whole"),
+    "cache": cached_rows,
+    "cache_shared": sharing,
+    "compression": exchange,
+    "cut": lambda plan, value: steps(plan, value) if plan.config.freeze.auto else None,
+    "early_stop": patience,
     "epochs": epochs,
-    "evaluations": lambda plan, value: unless(value == "last" or plan.evaluations > 1, "there is one evaluation"),
-    "exchange": exchange,
-    "files": lambda plan, value: unless(plan.config.data.data != "digits", "the digits come with scikit-learn"),
-    # Votes, where --freeze names a criterion.
-    "freezing": lambda plan, value: scored(plan, shadows=False) if value in CRITERIA else None,
-    "gains": gains,
-    "gradients": gradients,
-    "larger-images": lambda plan, value: unless(
-        value <= plan.side, InPart(f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped")
-    ),
-    "kernel": lambda plan, value: unless(
-        any(part.config.head.head_fit == "kernel" for part in plan.solved),
-        "no head compares samples, as with --head-fit kernel or hvfreeze auto",
-    ),
-    "line": line,
-    "mirror-images": mirror_images,
-    "multi-level": lambda plan, value: unless(
-        any(part.config.head.head == "multi-level" for part in plan.solved),
-        "no head reads every block's map, as --head multi-level does",
-    ),
-    "norms": norms,
-    "oblong-images": oblong_images,
-    "observed": observed,
-    "optional-evaluations": optional_evaluations,
-    "order": order,
-    "parts": lambda plan, value: None if plan.config.strategy.strategy in OWN_PARTS else ranks(plan, value),
-    "patience": patience,
-    "ranks": ranks,
-    "redealing": redealing,
-    "shards": shards,
-    "shadows": shadows,
-    "sharing": lambda plan, value: unless(
-        plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank"
-    ),
-    "steps": steps,
-    "trained-weights": lambda plan, value: unless(
-        plan.config.model.weights != "none", "without --weights the head starts afresh anyway"
-    ),
-    "tuning": tuning,
-    "views": views,
-    "voters": lambda plan, value: unless(plan.replicas > 1, "there is one voter"),
-    "warmup": warmup,
+    "evaluate_every": optional_evaluations,
+    "fit": oblong_images,
+    "flips": flips,
+    "freeze": lambda plan, value: scored(plan, shadows=False) if plan.config.freeze.votes else None,
+    "freeze_warmup": cadence,
+    "interval": cadence,
+    "keep": lambda plan, value: unless(value == "last" or plan.evaluations > 1, "there is one evaluation"),
+    "lr_warmup": warmup,
+    "partition": shards,
+    "quorum": voters,
+    "recipe": recipe,
+    "redeal": redealing,
+    "resize": larger_images,
+    "shadow": shadows,
+    "shard_sizes": shards,
+    "shuffle": order,
+    "signal": signal,
+    "skip_bad": decoding,
+    "statistics": lambda plan, value: unless(plan.normalises, "no block that trains has BatchNorm"),
+    "vote_weight": voters,
 }
-"""By the names that settings give in `read_by`."""
+"""By setting. What is not here has an effect wherever it is known, or what its alternatives say below."""
 
 
-def without_effect(plan: Plan, given: Collection[str]) -> list[str]:
-    """Return a line for each reason for which some of the settings `given`, by flag with underscores, do nothing."""
-    values = flat(to_dict(plan.asked), source="configuration")
+def unread(plan: Plan, leaf: str, value: Any) -> Found:
+    """Return why a setting has no effect on a run."""
+    section, field, _ = leaves()[leaf]
+    if section == "strategy" and leaf != "strategy":
+        found = plan.config.strategy.unread(leaf, ranks=plan.ranks)
+        return found or (FOUND[leaf](plan, value) if leaf in FOUND else None)
+    alternatives = field.metadata["of"]
+    found = steps(plan, value) if TRAINED in alternatives and leaf != "epochs" else None
+    found = found or (cached_rows(plan, value) if CACHED in alternatives else None)
+    found = found or (scored(plan, shadows=True) if VOTED in alternatives and leaf not in FOUND else None)
+    return found or (FOUND[leaf](plan, value) if leaf in FOUND else None)
+
+
+def without_effect(plan: Plan) -> list[str]:
+    """Return a line for each reason for which some of the settings that were given do nothing."""
+    values = settings_of(plan.asked)
     told: dict[str, list[str]] = {}
-    for name, (_, leaf, _) in leaves().items():
-        if name in given and values[name] is not None:
-            found = (READERS[reader](plan, values[name]) for reader in leaf.metadata["read_by"].split())
-            why = next(filter(None, found), None)
+    for name in leaves():
+        if name in plan.asked.given and values.get(name) is not None:
+            why = unread(plan, name, values[name])
             if why is not None:
                 shown = "" if isinstance(values[name], bool) else f" ({values[name]})"
                 how = f"{'not the whole' if isinstance(why, InPart) else 'no'} effect of {{flags}}, because {why}"

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing_extensions import Self
 
+EXIT_CODES = """exit codes:
+  0 done   2 usage   3 data, cache or checkpoint refused   4 ranks diverged   5 numbers not finite   6 stall
+  75 preempted by SIGUSR1, or a lone process by SIGTERM (go on with --resume)   130 interrupted (Ctrl-C)
+  143 one of several ended by SIGTERM
+"""
+
 
 class HvfreezeError(Exception):
     """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def plural(count: int, one: str, many: str | None = None) -> str:
     """Return a count with its noun, as in 1 rank, 2 ranks."""
@@ -11,3 +14,9 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 def on_one_line(text: str) -> str:
     """Return text on one line: line ends and other control characters are written out as in Python."""
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint at the closest known word, or the empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -23,7 +23,8 @@ from hvfreeze.comm.horovod_world import open_world
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.kernel import KernelHead, fit_kernel
 from hvfreeze.heads.multilevel import take
-from hvfreeze.heads.rows import Chunk
+from hvfreeze.heads.rows import Chunk, RowInfo
+from hvfreeze.heads.tasks import Classes
 
 WIDTH = 512
 PART = 2_000
@@ -73,7 +74,7 @@ class MadeRows:
             generator = torch.Generator().manual_seed(1 + self._first + start)
             labels = torch.randint(len(self._means), (rows,), generator=generator)
             features = self._means[labels] + torch.randn(rows, WIDTH, generator=generator) * self._scale
-            yield Chunk(features, labels, numbers % HELD_OUT_EVERY == 0, numbers, torch.zeros(rows, dtype=torch.bool))
+            yield Chunk(features, RowInfo(labels, numbers % HELD_OUT_EVERY == 0, numbers, torch.ones(rows)))
 
 
 class _Some:
@@ -90,11 +91,11 @@ class _Some:
 
 
 class Phases:
-    """When the points were there, and when the penalty was chosen, by what the solver tells of itself."""
+    """When rows were projected, and when the penalty was chosen, by the notes of the fit."""
 
     def __init__(self) -> None:
         self.started = self.points = self.solving = time.perf_counter()
-        self._number = -1
+        self._is_solving = False
 
     def read(self, rows: int) -> bool:
         """Take that so many rows have been read."""
@@ -102,11 +103,9 @@ class Phases:
         return False
 
     def watch(self, note: str) -> bool:
-        """Take a note, `pass N, ...`: where passes are counted anew, something else is solved."""
-        number = int(note.split()[1].rstrip(","))
-        if number < self._number or self._number < 0:
-            self.solving = time.perf_counter()
-        self._number = number
+        """Take a note: with the first `pass N, ...` the solver begins."""
+        if note.startswith("pass") and not self._is_solving:
+            self._is_solving, self.solving = True, time.perf_counter()
         return False
 
     def seconds(self) -> dict[str, float]:
@@ -134,7 +133,7 @@ def solve(job: dict[str, Any]) -> dict[str, Any]:
     phases = Phases()
     fit = fit_kernel(
         rows,
-        classes=classes,
+        task=Classes(classes),
         world=world,
         memory_bytes=left_for_solver(job["memory_bytes"], rows.count, classes),
         centres=job["centres"],
@@ -147,7 +146,7 @@ def solve(job: dict[str, Any]) -> dict[str, Any]:
     take(head, fit)
     right = 0
     for chunk in MadeRows(TESTED, classes=classes, rank=0, size=1, first=10**9).chunks():
-        right += int((head(chunk.features).argmax(1) == chunk.labels).sum())
+        right += int((head(chunk.features).argmax(1) == chunk.info.labels).sum())
     found |= {name: getattr(fit, name) for name in ("steps", "passes", "converged", "penalty", "exchanged_bytes")}
     found |= {"centres": fit.compared_with, "accuracy": right / TESTED, "digest": digest_of(fit.weight)}
     world.close()

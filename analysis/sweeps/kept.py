@@ -29,7 +29,7 @@ import yaml
 
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
-from hvfreeze.config.tree import Config, to_dict
+from hvfreeze.config.tree import convert, defaults_of
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
@@ -160,8 +160,8 @@ class KeptRuns:
         if environment is None:
             raise RefusedError(f"{self.directory.parent / ENVIRONMENTS} lacks {line['environment']}, of run {name}")
         # So that runs which differ in these alone are never taken for repetitions of each other.
-        tree = {**line["config"], "sweep": {key: line[key] for key in ("program", "nodes", "bandwidth")}}
-        default = default_settings()
+        tree = convert(line["config"]) | {"sweep": {key: line[key] for key in ("program", "nodes", "bandwidth")}}
+        default = defaults_of(tree)
         run = Run(
             name=name,
             directory=self.directory / name,
@@ -207,12 +207,6 @@ def by_name(path: Path) -> dict[str, Line]:
 def publish_by_name(path: Path, entries: Mapping[str, Line]) -> None:
     """Replace `ENVIRONMENTS` or `PRESETS`; the results' lock must be held from the reading on."""
     publish(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
-
-
-@functools.cache
-def default_settings() -> dict[str, Any]:
-    """Return the default configuration, for leaves that an older run lacks."""
-    return to_dict(Config())
 
 
 def digest_of(environment: Line) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from analysis.benchmarks.launching import environment
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.config.flags import words_of
+from hvfreeze.config.tree import applying
 from hvfreeze.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
         values["cache_dir"] = site.work.resolve() / str(values["cache_dir"])
     if site.weights is not None and values.get("weights", "none") != "none":
         values["weights"] = site.weights.resolve().with_name(str(values["weights"]))
-    return [*words_of(values), "--resume"]
+    return [*words_of(applying(values)), "--resume"]
 
 
 def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str = "") -> list[str]:

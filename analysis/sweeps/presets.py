@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.config.tree import Config, applying, from_dict
 
 T = TypeVar("T")
 Value = str | int | float | bool
@@ -26,7 +26,7 @@ class PlannedRun:
     """What the runs that differ in the seed only have in common."""
     seed: int
     flags: Mapping[str, Value]
-    """Leaves of the configuration; paths of data and weights are added when it starts."""
+    """Settings, without those that another way of training has; paths of data and weights are added when it starts."""
     ranks: int
     program: str = "hvfreeze"
     """The module that takes the flags of `hvfreeze train`."""
@@ -50,7 +50,8 @@ class PlannedRun:
 
     @functools.cached_property
     def _config(self) -> Config:
-        return from_dict({**self.flags, "seed": self.seed}, source=f"run {self.name}")
+        source = f"run {self.name}"
+        return from_dict(applying({**self.flags, "seed": self.seed}, source=source), source=source)
 
     def identity(self) -> dict[str, Any]:
         """Return all that makes this run the run it is, as kept with its logs."""

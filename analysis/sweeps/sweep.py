@@ -313,14 +313,14 @@ def estimate(experiment: Experiment, preset: Preset) -> str:
 
 def seconds_of(planned: PlannedRun, preset: Preset) -> float:
     """Return the roughly estimated wall-clock seconds of a run on this machine; finished runs correct their sum."""
-    config = planned.config()
+    config = planned.config().resolved()
     data, settings = config.data, config.optimizer
     small = SMALL_MODEL if preset.is_smoke else 1.0
     crowd = max(1.0, planned.ranks / (os.cpu_count() or 1)) if preset.name != FULL.name else 1.0
     samples = data.train_samples or 50_000
     evaluated = samples * data.validation_fraction or preset.test_samples
     steps = samples * (1 - data.validation_fraction) // (planned.ranks * settings.batch_size)
-    cut, blocks = config.freeze.cut, BLOCKS.get(config.resolved().model.blocks, 6)
+    cut, blocks = config.freeze.cut, BLOCKS.get(config.model.blocks, 6)
     trained = 1.0 if cut is None else max(0.0, 1 - cut / blocks)
     compute = steps * settings.batch_size * (FORWARD_SECONDS + trained * BACKWARD_SECONDS)
     if config.head.solved and settings.epochs == 1:

@@ -7,15 +7,32 @@ import dataclasses
 import os
 import shlex
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvfreeze.config.sections import AUTO, DATA_SETS, TEXT
-from hvfreeze.config.tree import Config, asked_for, from_dict, is_of_run, leaves, read_yaml
-from hvfreeze.errors import UsageError
+from hvfreeze.config.tree import (
+    RENAMED,
+    Config,
+    applying,
+    asked_for,
+    build,
+    fields_of,
+    from_dict,
+    is_of_run,
+    leaves,
+    read_yaml,
+    sections,
+    strategy_of,
+    unknown_for,
+    with_defaults,
+)
+from hvfreeze.errors import EXIT_CODES, UsageError
+from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.user_code import is_named_code
+from hvfreeze.wording import did_you_mean
 
 EXAMPLES = """examples:
   hvfreeze train
@@ -37,33 +54,57 @@ EXAMPLES = """examples:
   hvfreeze train --run-dir runs/good --resume
       go on where a run stopped
 """
-EXIT_CODES = """exit codes:
-  0 done   2 usage   3 data, cache or checkpoint refused   4 ranks diverged   5 numbers not finite   6 stall
-  75 preempted by SIGUSR1, or a lone process by SIGTERM (go on with --resume)   130 interrupted (Ctrl-C)
-  143 one of several ended by SIGTERM
-"""
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are the program's own."""
+def add_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Add the flags of a command that makes a run; the help shows those that the choices in `words` have."""
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument("--config", metavar="FILE", type=Path, help="YAML file of settings; flags override it")
+    if parser.prog.endswith(AUTO):
+        add_auto(parser)
+    else:
+        add_train(parser, words)
 
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError with the message and where to read more."""
-        raise UsageError(f"{message}; '{self.prog} --help' explains")
 
-
-def add_train(commands: Any) -> None:
-    """Add the train command: a flag for each setting."""
-    train = add_command(
-        commands, "train", "fine-tune a model, with every setting by hand", epilog=f"{EXAMPLES}\n{EXIT_CODES}"
-    )
+def add_train(train: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Add a flag for each setting."""
+    train.usage = f"{train.prog} [FLAG...]"
+    more = "flags of other choices: --strategy NAME --help, --freeze CRITERION --help, --cache on --help and so on\n\n"
+    train.epilog = f"{more}{EXAMPLES}\n{EXIT_CODES}"
     train.description = "Fine-tune a model; front blocks freeze by vote of all ranks."
-    known = leaves()
+    chosen = choices_in(words)
+    shown = build(with_defaults(chosen))
+    train.add_argument("--help-all", action=HelpAll, help="show the flags of every choice")
     for part in dataclasses.fields(Config):
-        group = train.add_argument_group(part.metadata["title"])
-        for section, leaf, kind in known.values():
-            if section == part.name:
-                add_flag(group, leaf, kind)
+        if part.name in sections():
+            group = train.add_argument_group(part.metadata["title"])
+            for name, (section, leaf, kind) in leaves().items():
+                if section == part.name:
+                    own = fields_of(strategy_of(chosen)).get(name, leaf) if name != "strategy" else leaf
+                    action = add_flag(group, own, kind, shown)
+                    wanted = unknown_for(shown, name)
+                    if wanted is not None:
+                        action.whole_help, action.help = f"{wanted}: {action.help}", argparse.SUPPRESS
+
+
+CHOICES = ("strategy", "freeze", "shadow", "cache", "head", "head_fit", "optimizer", "data", "augment", "cut_by")
+"""Settings on which it depends which others there are."""
+
+
+def choices_in(words: Sequence[str]) -> dict[str, Any]:
+    """Return the choices that a command line makes, for its help; none that is not acceptable."""
+    chosen: dict[str, Any] = {"augment": "views:1"}
+    for name in CHOICES:
+        for place, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            if flag == flag_of(name):
+                value = value if equals else next(iter(words[place + 1 :]), "")
+                more = {"cut": 1} if value == "static" else {"head": "multi-level"} if value == "kernel" else {}
+                with suppress(UsageError):
+                    build(with_defaults({**chosen, **more, name: value}))
+                    chosen |= {**more, name: value}
+    return chosen
 
 
 AUTO_EXAMPLES = """examples:
@@ -75,18 +116,19 @@ NOT_OF_AUTO = ("data", "context", "freeze", "keep", "early_stop")
 """Settings that `hvfreeze auto` chooses itself, beside those of strategies."""
 
 
-def add_auto(commands: Any) -> None:
-    """Add the auto command: flags for the settings that it does not choose itself; its help shows a few of them."""
-    auto = add_command(commands, AUTO, "fine-tune a model on a folder of images; chooses how", epilog=AUTO_EXAMPLES)
+def add_auto(auto: argparse.ArgumentParser) -> None:
+    """Add flags for the settings that `hvfreeze auto` does not choose itself; its help shows a few of them."""
     auto.usage = f"{auto.prog} DATA [FLAG...]"
+    auto.epilog = AUTO_EXAMPLES
     auto.description = "Fine-tune a model while that pays, then fit its head."
+    shown = build(with_defaults({"freeze": AUTO}))
     auto.add_argument(
         "source", nargs="?", metavar="DATA", help=f"folder with train/CLASS/, test/CLASS/; {', '.join(BUILT_IN)}"
     )
     auto.add_argument("--help-all", action=HelpAll, help="show every flag, with its whole text")
     for name in settings_of_auto():
         _, leaf, kind = leaves()[name]
-        action = add_flag(auto, leaf, kind)
+        action = add_flag(auto, leaf, kind, shown)
         action.whole_help, action.help = action.help, leaf.metadata["brief"] or argparse.SUPPRESS
 
 
@@ -109,31 +151,22 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
-def add_command(commands: Any, name: str, text: str, *, epilog: str) -> argparse.ArgumentParser:
-    """Add a command that makes a run."""
-    added: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=text,
-        epilog=epilog,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    added.add_argument("--config", metavar="FILE", type=Path, help="YAML file of settings; flags override it")
-    return added
+def first_line(kind: type) -> str:
+    """Return what a class is, as part of a sentence."""
+    text = (kind.__doc__ or "").partition(chr(10))[0].removesuffix(".")
+    return text[:1].lower() + text[1:]
 
 
-def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any) -> Any:
-    """Add the flag of one leaf, explained by the text that stands where the leaf is declared, and return its action."""
+def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any, shown: Config) -> Any:
+    """Add the flag of a setting, with its text and its default in the configuration `shown`, and return its action."""
     flag, text = flag_of(leaf.name), leaf.metadata["help"].replace("%", "%%")
     if bool in (typing.get_args(kind) or (kind,)):
         return group.add_argument(flag, action="store_true", help=text)
-    auto = leaf.metadata["auto"]
-    defaults = [] if leaf.default is None else [str(leaf.default)]
-    defaults += [] if auto is None else [f"in hvfreeze auto: {auto}"]
-    defaults += [f"with --strategy {name}: {value}" for name, value in leaf.metadata["by_strategy"].items()]
-    shown = f"{text} [{'; '.join(defaults)}]" if defaults else text
-    return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=shown)
+    if leaf.name == "strategy":
+        text += "; ".join(f" {name} ({first_line(kind)})" for name, kind in STRATEGIES.items())
+    usual = getattr(getattr(shown, leaves()[leaf.name][0]), leaf.name, None)
+    text += "" if usual is None else f" [{usual}]"
+    return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=text)
 
 
 def flag_of(leaf: str) -> str:
@@ -177,6 +210,8 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
         return {"data": source}
     if data_dir is not None:
         raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")
+    if not os.path.exists(source) and (hint := did_you_mean(source, BUILT_IN)):
+        raise UsageError(f"DATA ({source}) does not exist{hint}")
     if not source:
         raise UsageError("DATA is empty: name a folder of images; a variable of the shell may not be set")
     return {"data": IMAGES, "data_dir": source}
@@ -210,6 +245,9 @@ def configuration(options: argparse.Namespace) -> Config:
             # Its directory holds that run; this is another one.
             found.pop("run_dir", None)
     settings = {**found, **flags}
+    if found and (path is None or is_of_run(tree)):
+        # What a run was given may belong to a choice that flags have changed.
+        settings = applying(settings, source=source) | flags
     if options.command != AUTO and settings.get("freeze") == AUTO:
         words = [AUTO, *(["--config", str(path)] if path else []), *words_of(flags)[1:]]
         words = words_of(flags) if flags.get("freeze") == AUTO else words
@@ -236,3 +274,14 @@ def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
         begun = asked_for(tree, source=str(path)) if is_of_run(tree) else {}
         return {name: value for name, value in begun.items() if name not in OF_A_START}
     return {}
+
+
+def hint_at(word: str, command: str) -> str:
+    """Return what may have been meant by an argument that a command does not know, or the empty string."""
+    known = [flag_of(leaf) for leaf in (leaves() if command == "train" else settings_of_auto())]
+    renamed = {flag_of(before): flag_of(leaf) for before, leaf in RENAMED.items()}
+    if word in renamed:
+        return f"; it is {renamed[word]} now"
+    if word.removeprefix("--").replace("-", "_") in leaves():
+        return "; it is a flag of hvfreeze train"
+    return did_you_mean(word, dict.fromkeys(known))

@@ -6,9 +6,8 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,31 +47,6 @@ def at_least(least: int, unit: str = "") -> Must:
 def between(least: int, most: int) -> Must:
     """Return the bound that a value is from `least` to `most`."""
     return Must(lambda value: least <= value <= most, f"in {least}..{most}")
-
-
-def setting(
-    default: Any,
-    metavar: str,
-    text: str,
-    *,
-    read_by: str = "run",
-    brief: str = "",
-    auto: Any = None,
-    by_strategy: Mapping[str, Any] | None = None,
-) -> Any:
-    """Return a dataclass field that is also a flag; the help names its value `metavar` and says `text`.
-
-    `read_by` names, with spaces between, what a run must have for the setting to have an effect, as
-    `effects.py` knows it; `run` is what every run has. Where a run lacks one of these, who gave the setting is
-    told.
-
-    The help of `hvfreeze auto` shows the flags that have a `brief` text, which fits a line.
-
-    Where --freeze is auto and nothing was given, `auto` is taken instead of `default`, unless it is None. Where
-    --strategy is a key of `by_strategy` and nothing was given, its value is taken.
-    """
-    metadata = {"metavar": metavar, "help": text, "brief": brief, "auto": auto, "read_by": read_by}
-    return field(default=default, metadata={**metadata, "by_strategy": by_strategy or {}})
 
 
 def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
-
-from typing_extensions import Self
 
 from hvfreeze.config.rules import (
     FITS,
-    Must,
     at_least,
     between,
-    check_bounds,
     choice,
     number_list,
     one_of,
@@ -29,64 +25,92 @@ from hvfreeze.config.rules import (
     parse_recipe,
     parse_views,
     rule,
-    setting,
-    typed,
-    types_of,
     weights_entry,
 )
+from hvfreeze.config.section import (
+    Alternative,
+    Bound,
+    By,
+    Count,
+    Decay,
+    Mixup,
+    Part,
+    Positive,
+    Quorum,
+    Section,
+    Seed,
+    Steps,
+    Threads,
+    Window,
+    given_to,
+    setting,
+)
 from hvfreeze.user_code import TIMM, check_named_code, is_named_code
-from hvfreeze.wording import plural
 
 Channels = tuple[float, float, float]
 TEXT = "text"
 DATA_SETS = ("digits", "cifar10", "cifar100", "imagefolder", TEXT)
 TINY_LM = "tiny-lm"
 """The model for a text."""
-TEXT_STRATEGIES = ("replicas", "local-sgd", "stale-ring")
-"""Strategies that train on windows of a text."""
 MOST_PIXELS = 4096
 """Side of an image."""
-CONTEXT = 64
-"""Characters of a window where --context is not given."""
 CRITERIA = ("coherence", "gradient-norm", "percentile", "linear", "geometric")
 """What proposes a cut; `freezing/criteria.py` says how."""
+WATCH_NORMS = ("gradient-norm", "percentile")
+"""Those that look at the norms of gradients."""
 AUTO = "auto"
 """A value of --freeze that is no criterion: fine-tunes while it pays and fits the head, see `training/auto`."""
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
-MOST_PARTS = 4096
-MOST_THREADS = 4096
-
-# Not in the classes: annotations are read late, and a lambda in one would not find what this module imports.
-Count = Annotated[int, at_least(1)]
-Steps = Annotated[int, at_least(0, "steps")]
-Parts = Annotated[int, between(1, MOST_PARTS)]
-Window = Annotated[int, Must(lambda size: 2 <= size <= 4096, "in 2..4096 characters")]
-Seed = Annotated[int, Must(lambda seed: 0 <= seed < 2**63, "in 0..2^63-1")]
-Threads = Annotated[int, Must(lambda count: 1 <= count <= MOST_THREADS, f"at least 1 and at most {MOST_THREADS}")]
-Positive = Annotated[float, Must(lambda number: 0 < number < math.inf, "a positive number")]
-Bound = Annotated[float, Must(lambda number: number > 0, "a positive number (inf for no bound)")]
-Decay = Annotated[float, Must(lambda number: 0 <= number < math.inf, "0 or a positive number")]
-Part = Annotated[float, Must(lambda part: 0 <= part < 1, "in [0, 1)")]
-Quorum = Annotated[float, Must(lambda part: 0 < part <= 1, "in (0, 1]")]
-Mixup = Annotated[float, Must(lambda alpha: 0 <= alpha <= 100, "in 0..100; 0.2 is usual, 0 is none")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Settings that belong together. Raises UsageError, whoever makes one, where a value is not as its type says."""
+def voting(config: Any) -> tuple[str, ...]:
+    """Return the criteria that a configuration asks, in a vote or without effect."""
+    votes = config.freeze.auto and config.freeze.has("votes")
+    return (*config.freeze.criteria(), *(("coherence",) if votes else ()))
 
-    def __post_init__(self) -> None:
-        section: type = type(self)
-        kinds, bounds = (types_of(section, include_extras=extras) for extras in (False, True))
-        for leaf in fields(self):
-            value = getattr(self, leaf.name)
-            # None may stand for a default that depends on other settings.
-            if value is not None or leaf.default is not None:
-                known = typed(leaf.name, value, kinds[leaf.name], source=type(self).__name__)
-                object.__setattr__(self, leaf.name, known)
-                check_bounds(leaf.name, known, bounds[leaf.name])
+
+def is_cut(config: Any) -> bool:
+    """Tell whether a configuration uses the blocks that a model is cut into; the last one has the head's rate."""
+    freeze, head, rates = config.freeze, config.head, config.optimizer.head_lr
+    asked = freeze.freeze != "none" or bool(freeze.shadow_names()) or head.head == "multi-level" or rates is not None
+    return asked or config.strategy.cuts(config)
+
+
+IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
+FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
+WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
+DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
+PRETRAINED = Alternative("--weights", lambda config: config.model.weights != "none")
+TRAINED = Alternative("--head-fit sgd", lambda config: config.freeze.auto or not config.head.solved)
+POOLED = Alternative("--head multi-level", lambda config: config.head.head == "multi-level")
+KERNEL = Alternative("--head-fit kernel", lambda config: config.head.head_fit == "kernel")
+SGD = Alternative("--optimizer sgd", lambda config: config.optimizer.optimizer == "sgd")
+NAMED = Alternative("a named --optimizer", lambda config: config.optimizer.optimizer != AUTO)
+STATIC = Alternative("--freeze static", lambda config: config.freeze.freeze in ("static", AUTO))
+VOTED = Alternative(f"--freeze {', '.join(CRITERIA)}, or --shadow", lambda config: bool(voting(config)))
+GAINS = Alternative("--freeze coherence", lambda config: "coherence" in voting(config))
+NORMS = Alternative("--freeze gradient-norm or percentile", lambda config: bool(set(WATCH_NORMS) & {*voting(config)}))
+SEEN = Alternative(
+    "--freeze gradient-norm or percentile, or --vote-weight snr",
+    lambda config: NORMS.holds(config) or (VOTED.holds(config) and config.freeze.vote_weight == "snr"),
+)
+OF_AUTO = Alternative("hvfreeze auto", lambda config: config.freeze.auto)
+CACHED = Alternative("--cache auto or on", lambda config: config.cache.cache != "off")
+
+AUTO_RATE = 3e-4
+"""AdamW's learning rate in hvfreeze auto, for weights that serve the task."""
+AUTO_DEFAULTS = {
+    "head": "multi-level",
+    "head_fit": "kernel",
+    "epochs": 16,
+    "batch_size": 32,
+    "optimizer": AUTO,
+    "schedule": "cosine",
+    "evaluate_every": 1000,
+}
+"""What settings are in hvfreeze auto where they are not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +121,16 @@ class DataConfig(Section):
         "digits",
         "NAME",
         "digits, cifar10, cifar100, imagefolder, text, or package:function",
-        by_strategy={"stale-ring": TEXT},
     )
     data_dir: str | None = setting(
         None,
         "DIR",
         "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
         "file, default: the sources of Python's standard library",
-        read_by="files",
         brief="where a built-in data set lies",
+        of=FILES,
     )
-    context: Window | None = setting(None, "N", f"with --data text: characters of a window; [{CONTEXT}]")
+    context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
     )
@@ -123,48 +146,53 @@ class DataConfig(Section):
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
         "images that differ in size",
         brief="side in pixels; own size, or 128 if unequal",
+        of=IMAGES,
     )
     fit: Annotated[str, choice(*FITS)] = setting(
         "crop",
         "HOW",
         "how images that are not square become it: crop (the centre square), squash (each side scaled by itself) or "
         "pad (a border of the colour --background)",
-        read_by="oblong-images",
+        of=IMAGES,
     )
     background: str = setting(
         "white",
         "COLOUR",
         "behind transparent parts of images and around images that are padded: white, black, or R,G,B in 0..255",
-        read_by="background",
+        of=IMAGES,
     )
     resize: int | None = setting(
         None,
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
-        read_by="larger-images",
+        of=IMAGES,
     )
     mean: str | None = setting(
-        None, "M", "normalise with this mean, one for all channels or three; default: the weights', else the data's"
+        None,
+        "M",
+        "normalise with this mean, one for all channels or three; default: the weights', else the data's",
+        of=IMAGES,
     )
-    std: str | None = setting(None, "S", "normalise with this standard deviation, given together with --mean")
+    std: str | None = setting(
+        None, "S", "normalise with this standard deviation, given together with --mean", of=IMAGES
+    )
     data_seed: int | None = setting(None, "SEED", "seed of subset, shards, order and views; default: --seed")
     shuffle: Annotated[str, choice("shard", "global")] = setting(
-        "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)", read_by="order"
+        "shard", "HOW", "shard (fixed shards, shuffled inside) or global (dealt out anew each epoch)"
     )
-    partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks", read_by="shards")
-    shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1", read_by="shards")
+    partition: str = setting("iid", "HOW", "iid, or dirichlet:A for label skew between ranks", of=IMAGES)
+    shard_sizes: str = setting("equal", "HOW", "equal, or one relative size per rank, as in 3,1,1,1")
     skip_bad: bool = setting(
         False,
         "",
         "leave out images that cannot be decoded, which are looked for before the start",
-        read_by="decoding",
         brief="leave out images that cannot be decoded",
+        of=IMAGES,
     )
     augment: str = setting(
         "fresh",
         "HOW",
         "fresh (new draws every epoch), none, or views:K (K fixed views of each sample)",
-        read_by="views",
     )
     flips: Annotated[str, choice("auto", "on", "mean", "off")] = setting(
         "auto",
@@ -173,15 +201,15 @@ class DataConfig(Section):
         "out), mean (a solved head reads the mean of an image's features and its mirror image's; answers take twice "
         "as long), auto (on; in hvfreeze auto and more than 25 000 samples mean; off where training samples show "
         "that left and right differ) or off (they differ)",
-        read_by="mirror-images",
         brief="horizontal flips: auto, on, mean or off",
+        of=IMAGES,
     )
 
     recipe: str = setting(
         "crop",
         "LIST",
         "how views are made: crop (out of a black border) or random-resized-crop, with trivial-augment, color-jitter",
-        read_by="drawn-views",
+        of=(IMAGES, DRAWN),
     )
 
     def __post_init__(self) -> None:
@@ -201,39 +229,16 @@ class DataConfig(Section):
         rule(sized, "fit", self.fit, "given together with --image-size, the side of the squares")
         self.background_colour()
         self.statistics()
-        self._check_text()
+        text, alone = self.data == TEXT, self.validation_fraction == 0 or self.augment == "none"
+        why = "other views of windows reach into those that are held out"
+        rule(not text or alone, "augment", self.augment, "none with --data text and --validation-fraction", why)
         parse_views(self.augment)
-        used = parse_recipe(self.recipe) == ("crop",) or self.augment != "none"
-        rule(used, "recipe", self.recipe, "left out with --augment none, which shows every sample as it is")
+        parse_recipe(self.recipe)
         parse_dirichlet(self.partition)
         if self.shard_sizes != "equal":
             sizes = number_list("shard-sizes", self.shard_sizes)
             ok = all(math.isfinite(s) and s > 0 for s in sizes)
             rule(ok, "shard-sizes", self.shard_sizes, "equal, or one positive, finite number per rank")
-
-    def _check_text(self) -> None:
-        """Refuse what is for images with a text, and what is for a text with images."""
-        text, context = self.data == TEXT, self.context
-        rule(text or context is None, "context", context, f"left out unless --data is {TEXT}")
-        for flag, value, usual in (
-            ("image-size", self.image_size, None),
-            ("resize", self.resize, None),
-            ("fit", self.fit, "crop"),
-            ("background", self.background, "white"),
-            ("mean", self.mean, None),
-            ("recipe", self.recipe, "crop"),
-            ("skip-bad", self.skip_bad, False),
-            ("partition", self.partition, "iid"),
-        ):
-            rule(not text or value == usual, flag, value, f"left out with --data {TEXT}", "it is for images")
-        alone = self.validation_fraction == 0 or self.augment == "none"
-        why = "other views of windows reach into those that are held out"
-        rule(not text or alone, "augment", self.augment, "none with --data text and --validation-fraction", why)
-
-    @property
-    def window(self) -> int:
-        """Characters of a text's window."""
-        return self.context or CONTEXT
 
     @property
     def stored_size(self) -> int | None:
@@ -269,76 +274,47 @@ class FreezeConfig(Section):
     freeze: Annotated[str, choice("none", "static", *CRITERIA, AUTO)] = setting(
         "none",
         "CRITERION",
-        "none, static, coherence (what gains nothing any more), gradient-norm, percentile, linear, geometric, or auto "
-        "(try whether tuning pays, tune blocks while it does, solve a head)",
-        read_by="freezing",
+        f"none, static (with --cut), or a criterion by which ranks vote: {', '.join(CRITERIA)}",
     )
     cut: Annotated[int, at_least(0, "blocks")] | None = setting(
-        None,
-        "K",
-        "with --freeze static: the first K blocks are frozen; with auto: they are while the others are tuned",
-        read_by="cut",
+        None, "K", "the first K blocks are frozen; in hvfreeze auto while the others are fine-tuned", of=STATIC
     )
     interval: Annotated[int, at_least(1, "step")] | None = setting(
-        None, "STEPS", "steps between votes; default: half an epoch", read_by="cadence"
+        None, "STEPS", "steps between votes; default: half an epoch", of=VOTED
     )
-    freeze_warmup: Steps | None = setting(
-        None, "STEPS", "steps before the first vote; default: one epoch", read_by="cadence"
-    )
+    freeze_warmup: Steps | None = setting(None, "STEPS", "steps before the first vote; default: one epoch", of=VOTED)
     patience: Count = setting(
-        1,
-        "N",
-        "a rank proposes what its criterion wanted in N intervals in a row; coherence: in 2 at least",
-        read_by="criteria",
+        1, "N", "a rank proposes what its criterion wanted in N intervals in a row; coherence: in 2 at least", of=VOTED
     )
-    eta_max: Bound = setting(
-        0.2, "ETA", "a block whose gradient norm changes faster is not frozen", read_by="gradients"
-    )
+    eta_max: Bound = setting(0.2, "ETA", "a block whose gradient norm changes faster is not frozen", of=NORMS)
     min_gain: Positive = setting(
-        0.02,
-        "X",
-        "with coherence: freeze blocks that gain less than X of what their part of a step's time would",
-        read_by="gains",
+        0.02, "X", "freeze blocks that gain less than X of what their part of a step's time would", of=GAINS
     )
     statistics: Annotated[str, choice("auto", "batch", "kept")] = setting(
         "auto",
         "WHICH",
         "that BatchNorm uses in blocks that train: batch (each batch's), kept (the weights'), or auto (with --weights "
         "kept where training has fewer than 20 batches, or hvfreeze auto your own --optimizer or --lr; else batch)",
-        read_by="steps norms",
+        of=TRAINED,
     )
     signal: Annotated[str, choice("local", "averaged")] = setting(
         "local",
         "WHICH",
         "gradients that the criterion sees: local (each rank's own) or averaged (no real vote)",
-        read_by="observed",
+        of=SEEN,
     )
     vote_weight: str = setting(
-        "uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank", read_by="criteria voters"
+        "uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank", of=VOTED
     )
-    quorum: Quorum = setting(
-        0.5, "Q", "part of the weight that must support a cut, in (0, 1]", read_by="criteria voters"
-    )
-    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect", read_by="shadows")
+    quorum: Quorum = setting(0.5, "Q", "part of the weight that must support a cut, in (0, 1]", of=VOTED)
+    shadow: str = setting("none", "LIST", "criteria that are scored and logged without effect")
     auto_without: str = setting(
-        "none",
-        "LIST",
-        "in hvfreeze auto: leave out votes, guard (keep what is best on held-out samples), last-solve",
-        read_by="tuning",
+        "none", "LIST", "leave out votes, guard (keep what is best on held-out samples), last-solve", of=OF_AUTO
     )
-
-    def __new__(cls, **given: Any) -> Self:
-        """Remember which settings were given, whatever their values."""
-        new = super().__new__(cls)
-        object.__setattr__(new, "_given", frozenset(given))
-        return new
 
     def __post_init__(self) -> None:
         super().__post_init__()
         static = self.freeze == "static"
-        # A criterion's own settings may start at a cut, where blocks are tuned; users give it with static and auto.
-        starts = self.freeze != "none" or self.cut is None
-        rule(starts, "cut", self.cut, "left out unless --freeze is static, or in hvfreeze auto")
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
         own = self.signal == "local" or self.freeze != "coherence"
         rule(own, "signal", self.signal, "local with --freeze coherence, which compares the ranks' gradients")
@@ -348,9 +324,7 @@ class FreezeConfig(Section):
             rule(ok, "vote-weight", self.vote_weight, "finite numbers, none negative, not all 0")
         for name in self.shadow_names():
             rule(name in CRITERIA, "shadow", name, "none or a list out of " + ", ".join(CRITERIA))
-        without = self.auto_without
-        rule(self.auto or without == "none", "auto-without", without, "left out unless --freeze is auto")
-        parse_parts("auto-without", without, AUTO_PARTS)
+        parse_parts("auto-without", self.auto_without, AUTO_PARTS)
 
     def of_script(self) -> FreezeConfig:
         """Return these settings with a training script's default: coherence, where only other settings were given.
@@ -358,7 +332,7 @@ class FreezeConfig(Section):
         Raises:
             UsageError: they are settings of another criterion, which must then be named.
         """
-        given: frozenset[str] = vars(self)["_given"]
+        given = given_to(self)
         if not given or "freeze" in given:
             return self
         other = "given together with freeze='gradient-norm' or 'percentile', whose bound it is"
@@ -396,33 +370,27 @@ class CacheConfig(Section):
         "off",
         "MODE",
         "off, auto (when it pays) or on; needs --augment none or views:K",
-        read_by="cached-rows",
         brief="store features: off, auto or on",
     )
     cache_dir: str | None = setting(
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        read_by="cache cached-rows",
         brief="where they stay after the run",
+        of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
-        "native", "TYPE", "native (exact), float16 or bfloat16", read_by="cache cached-rows"
+        "native", "TYPE", "native (exact), float16 or bfloat16", of=CACHED
     )
-    cache_limit: str = setting(
-        "none", "SIZE", "disk space over all ranks, as in 20G; default: none", read_by="cache cached-rows"
-    )
+    cache_limit: str = setting("none", "SIZE", "disk space over all ranks, as in 20G; default: none", of=CACHED)
     cache_shared: bool = setting(
         False,
         "",
         "ranks may read each other's files on a shared file system; files of other users and groups are trusted",
-        read_by="cache cached-rows sharing",
+        of=CACHED,
     )
     cache_failure: Annotated[str, choice("recompute", "stop")] = setting(
-        "recompute",
-        "HOW",
-        "on a full disk or a damaged file: recompute (go on without it) or stop",
-        read_by="cache cached-rows",
+        "recompute", "HOW", "on a full disk or a damaged file: recompute (go on without it) or stop", of=CACHED
     )
 
     def __post_init__(self) -> None:
@@ -443,15 +411,13 @@ class ModelConfig(Section):
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
         "--data text, timm:NAME, or package:function for your own",
-        by_strategy={"local-critics": "resnet20", "stale-ring": TINY_LM, "subnets": "mlp"},
         brief="network: resnet18, timm:NAME, package:function",
     )
     blocks: str = setting(
         "auto",
         "HOW",
-        "where it may be cut: stage, residual, paper or NAME,NAME,...; auto: residual for --strategy grid and "
-        "local-critics, else stage",
-        read_by="cuts",
+        "where it may be cut: stage, residual, paper or NAME,NAME,...; auto: residual for strategies that share "
+        "blocks out evenly, else stage",
     )
     weights: str = setting(
         "none",
@@ -461,10 +427,7 @@ class ModelConfig(Section):
         brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
-        False,
-        "",
-        "start the head afresh, also where the weights have one of as many classes",
-        read_by="trained-weights steps",
+        False, "", "start the head afresh, also where the weights have one of as many classes", of=(PRETRAINED, TRAINED)
     )
 
     def __post_init__(self) -> None:
@@ -489,24 +452,21 @@ class HeadConfig(Section):
         "WHICH",
         "last (the model's own), mlp or mlp-WxW... (hidden layers of W neurons in its place) or multi-level (reads "
         "every block)",
-        auto="multi-level",
     )
     head_fit: Annotated[str, choice("sgd", "exact", "kernel")] = setting(
         "sgd",
         "HOW",
         "sgd (trained with the rest), or, all blocks frozen, solved by all ranks: exact (logistic regression), kernel "
         "(likeness to every training sample)",
-        auto="kernel",
     )
     pool: Annotated[int, between(1, MOST_CELLS)] = setting(
-        4, "P", "with --head multi-level: each block's map is averaged to at most P x P cells", read_by="multi-level"
+        4, "P", "each block's map is averaged to at most P x P cells", of=POOLED
     )
     centres: Count | None = setting(
         None,
         "N",
-        "with --head-fit kernel: training rows, evenly spread, that all are compared with; default: all of at most "
-        "50 000 rows, of more as many as take about as long",
-        read_by="kernel",
+        "training rows, evenly spread, that all are compared with; default: all of at most 50 000 rows, of more 10 000",
+        of=KERNEL,
     )
 
     def __post_init__(self) -> None:
@@ -524,12 +484,6 @@ class HeadConfig(Section):
         return self.head_fit != "sgd"
 
 
-LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3, "lars": 3.0, AUTO: 3e-4}
-"""--optimizer -> --lr where none is given; that of auto is AdamW's, for weights that serve the task."""
-WEIGHT_DECAYS = {"sgd": 1e-4, "adamw": 1e-2, "lars": 1e-4, AUTO: 1e-2}
-"""--optimizer -> --weight-decay where none is given. AdamW's is apart from the gradient; the number is PyTorch's."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer, its schedule, and what the loss is; --lr and --weight-decay have a default for each optimizer."""
@@ -538,81 +492,66 @@ class OptimizerConfig(Section):
         10,
         "N",
         "passes over the training samples; in hvfreeze auto: at most work worth so many epochs of full fine-tuning",
-        auto=16,
-        by_strategy={"stale-ring": 1},
-        read_by="epochs",
         brief="work, in epochs of full fine-tuning",
+        of=TRAINED,
     )
     batch_size: Count = setting(
         128,
         "N",
-        "samples per rank and backward pass; in hvfreeze auto 32 lets it choose",
-        auto=32,
-        by_strategy={"stale-ring": 32},
+        "samples per rank and backward pass; hvfreeze auto chooses unless it is given",
         brief="samples per rank and step, if not chosen",
     )
     accumulate: Count = setting(
-        1, "N", "batches per rank and step: N backward passes, one exchange of their mean", read_by="steps"
+        1, "N", "batches per rank and step: N backward passes, one exchange of their mean", of=TRAINED
     )
-    optimizer: Annotated[str, choice(*LEARNING_RATES)] = setting(
+    optimizer: Annotated[str, choice("sgd", "adamw", "lars", AUTO)] = setting(
         "sgd",
         "NAME",
-        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); in hvfreeze auto also auto: sgd at "
-        "0.05 for networks with BatchNorm, adamw at 0.0003 for others",
-        auto=AUTO,
-        by_strategy={"stale-ring": "adamw"},
-        read_by="steps",
+        "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
+        "given",
         brief="sgd, adamw or lars, if not chosen",
+        of=TRAINED,
     )
     lr: Positive = setting(
-        None,
+        By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
-        "learning rate, used as given for any number of ranks; default: 0.1, with adamw 0.001, with lars 3; with "
-        "hvfreeze auto adamw's, with which a rate that is given alone tunes",
-        auto=LEARNING_RATES[AUTO],
-        read_by="steps",
+        "learning rate, used as given for any number of ranks",
         brief="learning rate, if not chosen",
+        of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(
         None,
         "LR",
-        "the head's own learning rate; with shared-trunk's several heads one for all or one each, as in 1,2",
-        read_by="steps",
+        "the head's own learning rate; of several heads one for all or one each, as in 1,2",
+        of=(TRAINED, NAMED),
     )
-    momentum: Part = setting(
-        0.9, "M", "of SGD and LARS; AdamW's first beta", by_strategy={"subnets": 0.0}, read_by="steps"
+    momentum: Part = setting(0.9, "M", "of SGD and LARS; AdamW's first beta", of=TRAINED)
+    nesterov: bool = setting(False, "", "Nesterov's momentum", of=(TRAINED, SGD))
+    weight_decay: Decay = setting(
+        By("optimizer", sgd=1e-4, adamw=1e-2, lars=1e-4, auto=1e-2), "WD", "weight decay", of=TRAINED
     )
-    nesterov: bool = setting(False, "", "with sgd: Nesterov's momentum", read_by="steps")
-    weight_decay: Decay = setting(None, "WD", "weight decay; default: 0.0001, with adamw 0.01", read_by="steps")
     no_decay_norms: bool = setting(
-        False, "", "no weight decay on biases and on what norms scale and shift by", read_by="steps decay"
+        False, "", "no weight decay on biases and on what norms scale and shift by", of=TRAINED
     )
     clip_grad: Positive | None = setting(
         None,
         "NORM",
         "scale averaged gradients down to at most this norm; votes see them before, --signal averaged after",
-        read_by="steps",
+        of=TRAINED,
     )
-    label_smoothing: Part = setting(
-        0.0, "E", "this part of each label is spread evenly over all classes", read_by="steps"
-    )
+    label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
         "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); behind a cut, the frozen blocks' output",
-        read_by="steps",
+        of=(IMAGES, TRAINED),
     )
     schedule: Annotated[str, choice("constant", "step", "cosine")] = setting(
-        "constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", auto="cosine", read_by="steps"
+        "constant", "NAME", "constant, step (a tenth at 50 % and 75 %) or cosine", of=TRAINED
     )
-    lr_warmup: Steps = setting(
-        0, "STEPS", "steps over which the learning rate rises linearly to --lr", read_by="steps warmup"
-    )
+    lr_warmup: Steps = setting(0, "STEPS", "steps over which the learning rate rises linearly to --lr", of=TRAINED)
     compression: str = setting(
-        "none",
-        "HOW",
-        "of gradients: none, fp16, powersgd:R, or auto (what the network asks for)",
-        read_by="steps exchange",
+        "none", "HOW", "of gradients: none, fp16, powersgd:R, or auto (what the network asks for)", of=TRAINED
     )
     precision: Annotated[str, choice("float32", "bfloat16")] = setting(
         "float32", "HOW", "float32, or bfloat16 (autocast; parameters stay float32)"
@@ -620,11 +559,8 @@ class OptimizerConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._fill_in("lr", LEARNING_RATES)
-        self._fill_in("weight_decay", WEIGHT_DECAYS)
         self.head_rates()
-        nesterov_ok = not self.nesterov or (self.optimizer == "sgd" and self.momentum > 0)
-        rule(nesterov_ok, "nesterov", True, "used with --optimizer sgd and a --momentum above 0")
+        rule(not self.nesterov or self.momentum > 0, "nesterov", True, "used with a --momentum above 0")
         parse_compression(self.compression)
 
     def steps_per_epoch(self, batches: int) -> int:
@@ -639,177 +575,6 @@ class OptimizerConfig(Section):
         ok = all(math.isfinite(rate) and rate > 0 for rate in rates)
         rule(ok, "head-lr", self.head_lr, "positive numbers separated by commas")
         return rates
-
-    def _fill_in(self, leaf: str, defaults: dict[str, float]) -> None:
-        if getattr(self, leaf) is None:
-            object.__setattr__(self, leaf, defaults[self.optimizer])
-
-
-STRATEGIES = ("replicas", "shared-trunk", "grid", "local-sgd", "local-critics", "stale-ring", "subnets")
-OWN_FLAGS = {
-    "replicas": (),
-    "shared-trunk": ("heads", "tasks", "head_blocks", "labels", "trunk", "cut_by", "cut_at"),
-    "grid": ("parts", "replicas", "micro_batches", "pipeline", "redeal", "cut_by", "cut_at"),
-    "local-sgd": ("local_steps",),
-    "local-critics": ("parts", "critic_every", "critic_lr", "cut_by", "cut_at"),
-    "stale-ring": ("parts", "stale_after", "tied_gradient", "cut_by", "cut_at"),
-    "subnets": ("local_steps",),
-}
-"""The flags that only some strategies know. Their defaults are None, so that one is seen to be given."""
-
-
-LOCAL_STEPS = 10
-"""Where --local-steps is not given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyConfig(Section):
-    """Which rank runs which blocks, and what ranks exchange."""
-
-    strategy: Annotated[str, choice(*STRATEGIES)] = setting(
-        "replicas",
-        "NAME",
-        "replicas (every rank has the whole model and a shard of the data), shared-trunk (several models on one "
-        "frozen trunk that lies on all ranks), grid (one model cut over ranks, in several replicas), local-sgd "
-        "(replicas that train alone for some steps, then take their mean), local-critics (layer groups that update "
-        "at once, by the loss that critics behind them predict), stale-ring (one model cut over a ring of ranks, "
-        "whose gradients are some steps old) or subnets (the neurons of an MLP are dealt to the ranks, which train "
-        "theirs alone for some steps)",
-    )
-    heads: Annotated[int, between(1, 4096)] | None = setting(
-        None, "N", "shared-trunk: models, each with a head on the data's own labels; default: one per rank"
-    )
-    tasks: str | None = setting(
-        None, "FILE", "shared-trunk: one model a task instead; a CSV of labels, or YAML that says more"
-    )
-    head_blocks: Count | None = setting(
-        None, "K", "shared-trunk: the last K blocks are each model's own; default: 1, a linear head"
-    )
-    labels: Annotated[str, choice("ride", "direct", "replay")] | None = setting(
-        None,
-        "HOW",
-        "shared-trunk: ride (with the activations), direct (from rank 0) or replay (each rank's own); [replay]",
-        read_by="line",
-    )
-    trunk: Annotated[str, choice("split", "whole")] | None = setting(
-        None,
-        "HOW",
-        "shared-trunk: split (over the ranks), or whole (each rank runs all of it: the baseline); [split]",
-        read_by="ranks",
-    )
-    cut_by: Annotated[str, choice("compute", "params", "count", "given")] | None = setting(
-        None,
-        "HOW",
-        "shared-trunk, grid, local-critics, stale-ring: what segments share evenly: compute, params, count, or given "
-        "with --cut-at; [compute]",
-        read_by="line",
-    )
-    cut_at: str | None = setting(
-        None, "LIST", "with --cut-by given: the blocks at which segments begin, as in 2,4", read_by="line"
-    )
-
-    parts: Parts | None = setting(
-        None,
-        "P",
-        "grid: ranks over which the model is cut; default: all ranks, or those that --replicas leaves to each; "
-        "local-critics: layer groups, on as many ranks or fewer; default: 4; stale-ring: modules, one more than ranks",
-        read_by="parts",
-    )
-    replicas: Parts | None = setting(
-        None, "R", "grid: copies of the model, each on --parts ranks; default: 1", read_by="parts"
-    )
-    micro_batches: Parts | None = setting(
-        None, "M", "grid: parts of a batch that follow each other through the model; default: 2 a part, 1 with one part"
-    )
-    pipeline: Annotated[str, choice("fill-drain", "1f1b")] | None = setting(
-        None,
-        "HOW",
-        "grid: fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits; [1f1b]",
-        read_by="line",
-    )
-    redeal: Annotated[str, choice("on", "off")] | None = setting(
-        None,
-        "HOW",
-        "grid: on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait); "
-        "[off]",
-        read_by="line redealing",
-    )
-    stale_after: Steps | None = setting(
-        None, "STEPS", "stale-ring: steps at the start whose gradients are all new; default: a tenth of an epoch"
-    )
-    tied_gradient: Annotated[str, choice("sum", "half")] | None = setting(
-        None, "HOW", "stale-ring: of parameters that both ends use, the gradients' sum or half of it; [sum]"
-    )
-    critic_every: Count | None = setting(None, "K", "local-critics: critics learn from every K-th batch; default: 1")
-    critic_lr: Positive | None = setting(
-        None, "LR", "local-critics: learning rate of the critics' Adam; default: 0.0003"
-    )
-
-    local_steps: Annotated[int, between(1, 2**31 - 1)] | None = setting(
-        None, "J", "local-sgd, subnets: optimizer steps that a rank makes alone in a round; [10]", read_by="rounds"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag in {flag for flags in OWN_FLAGS.values() for flag in flags}:
-            self._belongs(flag, getattr(self, flag))
-        alone = self.heads is None or self.tasks is None
-        rule(alone, "heads", self.heads, "left out with --tasks, which names the models")
-        together = (self.cut_by == "given") == (self.cut_at is not None)
-        rule(together, "cut-at", self.cut_at, "given together with --cut-by given, and only then")
-        self.starts()
-
-    def starts(self) -> list[int]:
-        """Return the blocks at which segments begin, but for the first."""
-        if self.cut_at is None:
-            return []
-        starts = number_list("cut-at", self.cut_at)
-        rule(all(start == start // 1 for start in starts), "cut-at", self.cut_at, "whole numbers separated by commas")
-        return [int(start) for start in starts]
-
-    def grid_parts(self, ranks: int) -> int:
-        """Return over how many of `ranks` ranks --strategy grid cuts the model.
-
-        Raises:
-            UsageError: --parts and --replicas do not make up the number of ranks.
-        """
-        parts = self.parts or max(1, ranks // (self.replicas or 1))
-        replicas = self.replicas or max(1, ranks // parts)
-        rule(
-            parts * replicas == ranks,
-            "parts",
-            parts,
-            f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
-            f"start {plural(parts * replicas, 'rank')}, or leave one of the two out",
-        )
-        return parts
-
-    def ring_parts(self, ranks: int) -> int:
-        """Return into how many modules --strategy stale-ring cuts the model.
-
-        Raises:
-            UsageError: --parts does not fit the number of ranks.
-        """
-        parts = ranks + 1 if self.parts is None else self.parts
-        start = plural(max(1, parts - 1), "rank")
-        why = f"the first and the last module share a rank; start {start}, or leave it out"
-        rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
-        return parts
-
-    @property
-    def steps_alone(self) -> int:
-        """Optimizer steps that a rank makes in a round, without the others."""
-        return self.local_steps or LOCAL_STEPS
-
-    @property
-    def redeals(self) -> bool:
-        """Whether the ranks of a grid are dealt out anew when its front freezes."""
-        return self.redeal == "on"
-
-    def _belongs(self, flag: str, value: Any) -> None:
-        owners = [name for name, flags in OWN_FLAGS.items() if flag in flags]
-        wanted = f"used with --strategy {' or '.join(owners)} only"
-        rule(value is None or self.strategy in owners, flag.replace("_", "-"), value, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -834,23 +599,16 @@ class RunConfig(Section):
         brief="epochs, or steps as in 200s",
     )
     evaluate_every: Annotated[int, at_least(1, "epoch")] = setting(
-        1,
-        "N",
-        "epochs between evaluations; the last epoch and a solved head are always evaluated",
-        auto=1000,
-        read_by="optional-evaluations",
+        1, "N", "epochs between evaluations; the last epoch and a solved head are always evaluated", of=TRAINED
     )
     keep: Annotated[str, choice("last", "best")] = setting(
-        "last",
-        "WHICH",
-        "model to keep: last, or best on held-out samples (--validation-fraction)",
-        read_by="evaluations",
+        "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,
         "N",
         "stop when N evaluations in a row find no better model on held-out samples (--validation-fraction)",
-        read_by="evaluations patience",
+        of=TRAINED,
     )
     time_budget: str = setting(
         "none",

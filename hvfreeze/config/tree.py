@@ -7,24 +7,19 @@ have unique names.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvfreeze.config.rules import rule, typed, types_of
+from hvfreeze.config.section import By, Section, StrategyConfig, check_refusals, given_to
 from hvfreeze.config.sections import (
     AUTO,
-    LEARNING_RATES,
+    AUTO_DEFAULTS,
+    AUTO_RATE,
     TEXT,
-    TEXT_STRATEGIES,
     TINY_LM,
     CacheConfig,
     DataConfig,
@@ -33,75 +28,11 @@ from hvfreeze.config.sections import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    StrategyConfig,
 )
 from hvfreeze.errors import UsageError
-
-MOST_BYTES = 2**20
-DEEPEST = 16
-BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
-
-
-class PlainLoader(yaml.SafeLoader):
-    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
-
-    A key that comes twice is refused, where YAML's readers let the last one win. As on a command line `on` and `off`
-    are text, and a number that begins with 0 is decimal; YAML 1.1 has them for booleans and octal.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a value, or refuse it where it is an alias or lies too deep."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias (*NAME) is not read; write the value out")
-        if self._depth >= DEEPEST:
-            raise yaml.YAMLError(f"values are nested deeper than {DEEPEST} levels")
-        self._depth += 1
-        try:
-            node: yaml.Node | None = super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
-        if isinstance(node, yaml.MappingNode):
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            for key, count in keys.most_common(1):
-                if count > 1:
-                    raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
-        return node
-
-
-def construct_integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
-    """Return the integer that stands in a file."""
-    if re.fullmatch(r"[-+]?0[0-9]+", text := str(loader.construct_scalar(node))):
-        return int(text)
-    return loader.construct_yaml_int(node)
-
-
-PlainLoader.add_constructor(INTEGER, construct_integer)
-PlainLoader.yaml_implicit_resolvers = {
-    first: [entry for entry in known if first not in ("o", "O") or entry[0] != BOOLEAN]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
-
-    Raises:
-        ValueError: it is something else; says in one line what.
-    """
-    if len(text) > most_bytes:
-        raise ValueError(f"it is longer than {most_bytes} bytes")
-    try:
-        return yaml.load(text.decode("utf-8"), PlainLoader)
-    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            reason if isinstance(error, (yaml.YAMLError, ValueError)) else f"{type(error).__name__}: {reason}"
-        ) from error
-
+from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
+from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.wording import did_you_mean
 
 SOLVED = ("static", 1)
 """Criterion and cut of a run whose head is solved: its two blocks are the features and the head."""
@@ -118,19 +49,25 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
     head: HeadConfig = field(default_factory=HeadConfig, metadata={"title": "head"})
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata={"title": "optimizer"})
-    strategy: StrategyConfig = field(default_factory=StrategyConfig, metadata={"title": "strategy"})
+    strategy: StrategyConfig = field(default_factory=STRATEGIES["replicas"], metadata={"title": "strategy"})
     freeze: FreezeConfig = field(default_factory=FreezeConfig, metadata={"title": "freezing"})
     cache: CacheConfig = field(default_factory=CacheConfig, metadata={"title": "activation cache"})
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
+    given: frozenset[str] = field(default=None, compare=False)  # type: ignore[arg-type]
+    """The settings that were given, whatever their values; left out, those that sections were made of."""
 
     def __post_init__(self) -> None:
-        for name, section in types_of(Config).items():
+        for name, section in sections().items():
             found = getattr(self, name)
             if not isinstance(found, section):
                 raise UsageError(
                     f"Config: {name} ({found!r}) must be of type {section.__name__}; hvfreeze.config.tree.from_dict "
                     "makes a Config of flags by name"
                 )
+        if self.given is None:
+            object.__setattr__(
+                self, "given", frozenset().union(*(given_to(getattr(self, name)) for name in sections()))
+            )
         data, cache, head, freeze = self.data, self.cache, self.head, self.freeze
         if cache.cache == "on" and not freeze.auto:
             wanted = "used with --augment none or views:K"
@@ -141,28 +78,25 @@ class Config:
         with_it = "given together with --validation-fraction F, such as 0.1"
         rule(held_out or self.run.keep == "last", "keep", self.run.keep, with_it, why)
         rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
-        heads, many = self.optimizer.head_rates() or [], self.strategy.strategy == "shared-trunk"
-        rule(many or len(heads) < 2, "head-lr", self.optimizer.head_lr, "one number: there is one head")
-        rule(not heads or self.strategy.tasks is None, "head-lr", self.optimizer.head_lr, "left out with --tasks")
-        compares = head.head_fit == "kernel"
-        rule(head.head != "last" or not compares, "head", head.head, "multi-level with --head-fit kernel")
+        several = self.strategy.many_heads or len(self.optimizer.head_rates() or []) < 2
+        rule(several, "head-lr", self.optimizer.head_lr, "one number: there is one head")
+        rule(head.head != "last" or head.head_fit != "kernel", "head", head.head, "multi-level with --head-fit kernel")
         reads_both = data.flips != "mean" or head.head == "multi-level"
         rule(reads_both, "flips", data.flips, "auto, on or off unless --head is multi-level, as in hvfreeze auto")
         named = freeze.auto or self.optimizer.optimizer != AUTO
-        rule(named, "optimizer", AUTO, "sgd, adamw or lars unless --freeze is auto")
+        rule(named, "optimizer", AUTO, "sgd, adamw or lars")
         if freeze.auto:
             self._check_auto()
         elif head.solved:
             self._check_solved()
+        check_refusals(self)
 
     def _check_solved(self) -> None:
-        solved, settings, strategy = "with --head-fit exact or kernel", self.optimizer, self.strategy.strategy
+        solved, strategy, freeze = "with --head-fit exact or kernel", self.strategy.strategy, self.freeze
         why = "it fits fixed views of each sample"
         rule(self.data.cacheable(), "augment", self.data.augment, f"none or views:K {solved}", why)
-        freeze, alone = self.freeze, f"left out {solved}, which freezes every block but the head"
+        alone = f"left out {solved}, which freezes every block but the head"
         rule((freeze.freeze, freeze.cut) in (("none", None), SOLVED), "freeze", freeze.freeze, alone)
-        rule(settings.accumulate == 1, "accumulate", settings.accumulate, f"1 {solved}")
-        rule(not settings.mixup, "mixup", settings.mixup, f"left out {solved}, which fits every sample")
         rule(strategy == "replicas", "strategy", strategy, f"replicas {solved}")
 
     def _check_text(self) -> None:
@@ -170,36 +104,27 @@ class Config:
         rule(text or model != TINY_LM, "model", model, f"given together with --data {TEXT}", "it reads characters")
         fits = not text or model == TINY_LM or (":" in model and not model.startswith("timm:"))
         rule(fits, "model", model, f"{TINY_LM} or package:function with --data {TEXT}")
-        strategy, known = self.strategy.strategy, " or ".join(TEXT_STRATEGIES)
-        rule(not text or strategy in TEXT_STRATEGIES, "strategy", strategy, f"{known} with --data {TEXT}")
-        rule(not (text and self.optimizer.mixup), "mixup", self.optimizer.mixup, f"left out with --data {TEXT}")
+        fits, wanted = not text or self.strategy.reads_text, " or ".join(TEXT_STRATEGIES)
+        rule(fits, "strategy", self.strategy.strategy, f"{wanted} with --data {TEXT}")
         rule(not text or self.head.head == "last", "head", self.head.head, f"last with --data {TEXT}")
         fit = self.head.head_fit
-        rule(not (text and self.head.solved), "head-fit", fit, f"sgd with --data {TEXT}, and --freeze not auto")
+        rule(not (text and self.head.solved), "head-fit", fit, f"sgd with --data {TEXT}, which hvfreeze auto cannot")
 
     def _check_auto(self) -> None:
-        fit, strategy, keep = self.head.head_fit, self.strategy.strategy, self.run.keep
-        rule(self.head.solved, "head-fit", fit, "exact or kernel in hvfreeze auto, which solves its head")
+        fit, strategy = self.head.head_fit, self.strategy.strategy
+        rule(self.head.solved, "head-fit", fit, "exact or kernel in hvfreeze auto, which fits its head")
         rule(strategy == "replicas", "strategy", strategy, "replicas in hvfreeze auto")
+        keep, stop = self.run.keep, self.run.early_stop
         rule(keep == "last", "keep", keep, "last in hvfreeze auto, which keeps what is best itself")
-        settings = self.optimizer
-        if settings.optimizer == AUTO:
-            usual = settings.lr == LEARNING_RATES[AUTO]
-            rule(usual, "lr", settings.lr, "left out with --optimizer auto", "it is one optimizer's: name that")
-            rule(settings.head_lr is None, "head-lr", settings.head_lr, "left out with --optimizer auto", "name one")
-        stop = self.run.early_stop
         rule(stop is None, "early-stop", stop, "left out in hvfreeze auto, whose stages last as long as was planned")
 
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.
 
-        --blocks auto is residual for the grid and for local critics, which share blocks out evenly, else stage. A
-        solved head is one epoch, and the head alone free; in hvfreeze auto that holds for some of the run's stages,
-        not for the run.
+        --blocks auto is what the strategy says. A head that is fitted alone is one epoch, and every block is frozen.
         """
         if self.model.blocks == "auto":
-            fine = self.strategy.strategy in ("grid", "local-critics")
-            model = dataclasses.replace(self.model, blocks="residual" if fine else "stage")
+            model = dataclasses.replace(self.model, blocks=self.strategy.blocks)
             return dataclasses.replace(self, model=model).resolved()
         if not self.head.solved or self.freeze.auto:
             return self
@@ -216,113 +141,199 @@ class Config:
         return self.run.seed if self.data.data_seed is None else self.data.data_seed
 
 
+TEXT_STRATEGIES = tuple(name for name, kind in STRATEGIES.items() if kind.reads_text)
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Return the class of each section by name; of the strategy, the base of all."""
+    return {name: kind for name, kind in types_of(Config).items() if name != "given"}
+
+
 @cache
 def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
-    """Return for each flag (with underscores) its section, its dataclass field and its type."""
+    """Return for each setting (flag with underscores) its section, its dataclass field and its type.
+
+    Of settings that several strategies have it is the first one's.
+    """
     found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}
-    for name, cls in types_of(Config).items():
-        types = types_of(cls)
-        for leaf in dataclasses.fields(cls):
-            found[leaf.name] = (name, leaf, types[leaf.name])
+    kind: Any
+    for name, section in sections().items():
+        for kind in (section, *(STRATEGIES.values() if section is StrategyConfig else ())):
+            for leaf in dataclasses.fields(kind):
+                found.setdefault(leaf.name, (name, leaf, types_of(kind)[leaf.name]))
     return found
 
 
+def owners(leaf: str) -> list[str]:
+    """Return the strategies that have a setting of their own."""
+    return [name for name, kind in STRATEGIES.items() if leaf in fields_of(kind)]
+
+
+def fields_of(section: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a section by name."""
+    return {leaf.name: leaf for leaf in dataclasses.fields(section)}
+
+
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the tree as nested plain dicts, as written to config.yaml."""
-    return dataclasses.asdict(config)
+    """Return the sections as nested plain dicts."""
+    return {name: dataclasses.asdict(getattr(config, name)) for name in sections()}
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return all settings by name."""
+    return {leaf: value for section in to_dict(config).values() for leaf, value in section.items()}
+
+
+def to_file(config: Config) -> dict[str, Any]:
+    """Return what config.yaml holds: settings that are known with those chosen, and the names of those given."""
+
+    def shown(section: str, leaf: str, value: Any) -> bool:
+        usual = fields_of(type(getattr(config, section)))[leaf].default
+        return unknown_for(config, leaf) is None or value not in (usual, *(usual.values() if type(usual) is By else ()))
+
+    trees = to_dict(config).items()
+    known = {name: {leaf: value for leaf, value in tree.items() if shown(name, leaf, value)} for name, tree in trees}
+    return {**known, "given": sorted(config.given)}
+
+
+def unknown_for(config: Config, leaf: str) -> str | None:
+    """Return what would have to be chosen for a setting to be known; None where it is."""
+    if leaves()[leaf][0] == "strategy" and leaf not in fields_of(type(config.strategy)):
+        return f"--strategy {' or '.join(owners(leaf))}"
+    found = fields_of(type(getattr(config, leaves()[leaf][0])))[leaf]
+    lacking = [alternative.flags for alternative in found.metadata.get("of", ()) if not alternative.holds(config)]
+    return lacking[0] if lacking else None
+
+
+def check_known(config: Config, given: Iterable[str]) -> None:
+    """Raise UsageError where a setting was given that belongs to an alternative that was not chosen."""
+    for leaf in sorted(given):
+        wanted = unknown_for(config, leaf)
+        if wanted is not None:
+            flag = leaf.replace("_", "-")
+            raise UsageError(f"--{flag} is unknown here: it belongs to {wanted}; leave it out, or choose that")
 
 
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
     """Build a Config from nested dicts; a flat dict of flag names is accepted too.
 
-    What is not given has its default, with some values of --freeze and --strategy the one for that.
+    What is not given has its default, with some strategies and in hvfreeze auto the one for that.
 
     Raises:
-        UsageError: an unknown key, a wrong type or a value out of its range; the message names `source`.
+        UsageError: an unknown key, a wrong type, a value out of its range, or a setting of an alternative that was not
+            chosen; the message names `source`.
     """
-    known = leaves()
-    types = types_of(Config)
-    sections: dict[str, dict[str, Any]] = {section: {} for section in types}
-    given = flat(tree, source=source)
-    given = strategy_defaults(given) | given
-    if given.get("freeze") == AUTO:
-        given = auto_defaults(given) | given
-    for leaf, value in given.items():
-        section, _, kind = known[leaf]
-        sections[section][leaf] = typed(leaf, value, kind, source=source)
-    config = Config(**{section: types[section](**entries) for section, entries in sections.items()})
-    cut, freeze = config.freeze.cut, config.freeze.freeze
-    rule(
-        cut is None or freeze in ("static", AUTO), "cut", cut, "left out unless --freeze is static, or in hvfreeze auto"
-    )
+    found, whole = flat(tree, source=source), is_of_run(tree)
+    if whole:
+        return build(found, given=given_in(tree, found, source=source), source=source)
+    given = frozenset(name for name, value in found.items() if value is not None)
+    config = build(with_defaults(found), given=given, source=source)
+    check_known(config, given)
     return config
 
 
-def auto_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what leaves are in hvfreeze auto where nothing is given.
+def build(found: Mapping[str, Any], *, given: frozenset[str] = frozenset(), source: str = "configuration") -> Config:
+    """Return the configuration of settings by name; those of other strategies are left out."""
+    kinds: dict[str, Any] = {**sections(), "strategy": strategy_of(found)}
+    made: dict[str, Any] = {section: {} for section in kinds}
+    for leaf, value in found.items():
+        kind = kinds[section := leaves()[leaf][0]]
+        if leaf in fields_of(kind):
+            made[section][leaf] = typed(leaf, value, types_of(kind)[leaf], source=source)
+    return Config(**{name: kinds[name](**entries) for name, entries in made.items()}, given=given)
+
+
+def strategy_of(found: Mapping[str, Any]) -> type[StrategyConfig]:
+    """Return the class of the settings of the strategy that is chosen."""
+    name = found.get("strategy", "replicas")
+    rule(str(name) in STRATEGIES, "strategy", name, "one of " + ", ".join(STRATEGIES))
+    return STRATEGIES[name]
+
+
+def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the defaults that their strategy, or hvfreeze auto, has for those that are not given.
 
     The rate is AdamW's, and left to others; who gives a rate and no optimizer has AdamW.
     """
-    known = {name: leaf.metadata["auto"] for name, (_, leaf, _) in leaves().items()}
-    if given.get("head") == "last":
-        # The model's own last layer can be solved, but not compare rows.
-        known["head_fit"] = "exact"
-    if "lr" in given or "head_lr" in given:
-        known["optimizer"] = "adamw"
-    others = () if given.get("optimizer") in (None, AUTO, "adamw") else ("lr",)
-    return {name: value for name, value in known.items() if value is not None and name not in others}
-
-
-def strategy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what leaves are with the strategy that is given, where that has defaults of its own."""
-    strategy = str(given.get("strategy"))
-    by_leaf = {name: leaf.metadata["by_strategy"] for name, (_, leaf, _) in leaves().items()}
-    return {name: defaults[strategy] for name, defaults in by_leaf.items() if strategy in defaults}
-
-
-def kind_of(config: Config) -> dict[str, str]:
-    """Return the settings (by flag with underscores) on which defaults of others depend."""
-    kind = {"strategy": config.strategy.strategy, "optimizer": config.optimizer.optimizer}
-    return kind | ({"freeze": AUTO, "head": config.head.head} if config.freeze.auto else {})
-
-
-def differing(config: Config) -> frozenset[str]:
-    """Return the flags (with underscores) whose values are not the defaults of a run of this kind."""
-    auto, solved, kind = config.freeze.auto, config.head.solved, kind_of(config)
-    usual, mine = (flat(to_dict(each), source="configuration") for each in (from_dict(kind), config))
-    # What `resolved` makes of settings was not asked for, and stands in every config.yaml.
-    made: dict[str, Any] = {"freeze": SOLVED[0], "cut": SOLVED[1], "epochs": 1} if solved and not auto else {}
-    made["blocks"] = from_dict(kind).resolved().model.blocks
-    return frozenset(name for name, value in usual.items() if mine[name] not in (value, made.get(name, value)))
+    usual = dict(strategy_of(found).defaults)
+    if found.get("freeze") == AUTO:
+        usual |= AUTO_DEFAULTS
+        if found.get("head") == "last":
+            # The model's own last layer can be fitted, but not compare rows.
+            usual["head_fit"] = "exact"
+        if "lr" in found or "head_lr" in found:
+            usual["optimizer"] = "adamw"
+        if found.get("optimizer", usual["optimizer"]) == "adamw":
+            usual["lr"] = AUTO_RATE
+    return {**usual, **found}
 
 
 def is_of_run(tree: Mapping[str, Any]) -> bool:
     """Tell whether a configuration file is a run's: they write every section, and in others every leaf is meant."""
-    return set(types_of(Config)) <= set(tree)
+    return set(sections()) <= set(tree)
+
+
+def given_in(tree: Mapping[str, Any], found: Mapping[str, Any], *, source: str) -> frozenset[str]:
+    """Return the settings that were given to the run that wrote a file.
+
+    An earlier version did not write them: there they are those that differ from the defaults of such a run.
+    """
+    if "given" in tree:
+        given = tree["given"]
+        if not isinstance(given, list) or not set(given) <= leaves().keys():
+            raise UsageError(f"{source}: given ({given!r}) must be a list of settings")
+        return frozenset(given)
+    whole, auto = build(found, source=source), {"freeze": AUTO} if found.get("freeze") == AUTO else {}
+    first = {"strategy": found.get("strategy", "replicas"), **auto}
+    kind = {name: found[name] for name in ("optimizer", "cache", "head", "head_fit") if name in found}
+    plain, before, usual = (
+        settings_of(build(with_defaults(tree)).resolved())
+        for tree in ({}, first, {"augment": "views:1", **first, **kind})
+    )
+    usual |= {name: before[name] for name in (*kind, "augment")} | {name: plain[name] for name in first}
+    # What follows from a fitted head.
+    made = ("freeze", "cut", "epochs") if whole.head.solved and not auto else ()
+    usual["blocks"] = usual["blocks"] if found.get("blocks") != "auto" else "auto"
+    given = {name for name, value in found.items() if name not in made and value != usual.get(name)}
+    return frozenset(name for name in given if unknown_for(whole, name) is None)
 
 
 def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return the leaves of a configuration file by name, of a run's config.yaml without those that follow from others.
+    """Return the settings of a configuration file by name, of a run's config.yaml those that were given to the run.
 
-    They make the same run, and where one of them is changed, what follows from it is worked out anew.
-
-    Raises:
-        UsageError: an unknown key, or one in another section than its own, or twice.
+    They make the same run, and where one of them is changed, what follows from it is worked out again. What a run
+    learns stays, also where its strategy has data and a model of its own: runs of several strategies are compared.
     """
     found = flat(tree, source=source)
     if not is_of_run(tree):
         return found
-    with suppress(UsageError):
-        whole = from_dict(found, source=source)
-        kind = kind_of(whole)
-        # What a run learns stays, also where its strategy has data and a model of its own: runs of several strategies
-        # are compared.
-        usual = found.keys() - differing(whole) - kind.keys() - {"data", "model"}
-        for names in (usual, *({name} for name in kind)):
-            fewer = {name: value for name, value in found.items() if name not in names}
-            with suppress(UsageError):
-                found = fewer if from_dict(fewer, source=source).resolved() == whole.resolved() else found
-    return found
+    given = given_in(tree, found, source=source) | {"data", "model"}
+    return {name: value for name, value in found.items() if name in given}
+
+
+def applying(settings: Mapping[str, Any], *, source: str = "configuration") -> dict[str, Any]:
+    """Return settings without those that belong to alternatives that they do not choose.
+
+    Raises:
+        UsageError: as `from_dict`.
+    """
+    found = flat(settings, source=source)
+    config = build(with_defaults(found), source=source)
+    return {name: value for name, value in found.items() if unknown_for(config, name) is None}
+
+
+def defaults_of(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the defaults of all settings that the sections of a file may lack."""
+    strategy = STRATEGIES.get(str(tree.get("strategy", {}).get("strategy")), STRATEGIES["replicas"])
+    optimizer = tree.get("optimizer", {}).get("optimizer")
+    named = {"optimizer": optimizer} if optimizer in ("adamw", "lars", AUTO) else {}
+    usual = {name: dataclasses.asdict(kind()) for name, kind in sections().items() if kind is not StrategyConfig}
+    return {
+        **usual,
+        "strategy": dataclasses.asdict(strategy()),
+        "optimizer": dataclasses.asdict(OptimizerConfig(**named)),
+    }
 
 
 def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -332,13 +343,12 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         UsageError: an unknown section or key, a key in another section than its own, or one that is given twice.
     """
     known = leaves()
-    sections = types_of(Config)
     found: dict[str, Any] = {}
     for key, value in convert(tree).items():
         name = str(key).replace("-", "_")
         section = name if isinstance(value, Mapping) else None
-        if section is not None and section not in sections:
-            raise UsageError(f"{source}: unknown section '{key}'{did_you_mean(section, sections)}")
+        if section is not None and section not in sections():
+            raise UsageError(f"{source}: unknown section '{key}'{did_you_mean(section, sections())}")
         for leaf, entry in value.items() if section is not None else [(name, value)]:
             leaf = str(leaf).replace("-", "_")
             if leaf not in known or section not in (None, known[leaf][0]):
@@ -354,20 +364,23 @@ RENAMED = {"mirror": "flips"}
 
 
 def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier version's file under their present names, in their present sections."""
+    """Return the settings of a file of any version under their present names, in their present sections.
+
+    Files of runs hold null for some defaults, and those of earlier versions the settings of every strategy.
+    """
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    if is_of_run(tree):
+        given = {name: value for name, value in found.items() if name != "given"}
+        found = {
+            name: {leaf: entry for leaf, entry in value.items() if entry is not None} if type(value) is dict else value
+            for name, value in given.items()
+        }
     for section in [found, *(value for value in found.values() if isinstance(value, dict))]:
         for leaf in RENAMED.keys() & section.keys():
             name, value = RENAMED[leaf], section.pop(leaf)
             home = found if section is found else found.setdefault(leaves()[name][0], {})
             home.setdefault(name, value)
     return found
-
-
-def did_you_mean(word: str, known: Mapping[str, object]) -> str:
-    """Return a hint at the closest known key, or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -271,10 +271,6 @@ class Images:
         """Tell a streamed source which samples come next, in order."""
         self.pixels.prefetch(batches)
 
-    def mirrored(self, ids: Ids, views: Ids) -> NDArray[np.bool_]:
-        """Return (B,), for each view of a sample whether it shows the mirror image."""
-        return self.transform.mirrored(ids, views)
-
     def shown(self, augment: Augment, *, mirrors: bool) -> Images:
         """Return the same pixels in other views, with mirror images among them or without."""
         return replace(self, transform=replace(self.transform, augment=augment, flips=mirrors))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.shards import Ids, draw, two_below
@@ -57,10 +56,6 @@ class Windows:
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
         """Do nothing: the text is in memory."""
-
-    def mirrored(self, ids: Ids, views: Ids) -> NDArray[np.bool_]:
-        """Return (B,), all false."""
-        return np.zeros(len(ids), dtype=np.bool_)
 
     def shown(self, augment: Augment, *, mirrors: bool) -> Windows:
         """Return the same windows in other views, none of which is a mirror image."""

@@ -10,9 +10,11 @@ on dots to count, 1.05 to 1.15 on rotated images and 1.10 to 1.19 on photographs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, announce, padded_batches
@@ -30,9 +31,9 @@ from hvfreeze.data.shards import Ids, stratified_subset
 from hvfreeze.data.views import MIRRORED
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import every_block
-from hvfreeze.heads.kernel import choose_head
+from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.solution import MirrorTrial
+from hvfreeze.heads.tasks import Classes
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
 
@@ -40,7 +41,6 @@ SAMPLES = 500
 """Of all ranks, and as many flips: few enough for each to be left out in turn and to judge."""
 FEWEST = 8
 """Samples, of which fewer tell nothing."""
-BATCH = 50
 CELLS = 8
 """A side, that pixels are averaged to."""
 POOL, WIDEST = 2, 32_768
@@ -50,10 +50,31 @@ Features = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class FlipTrial:
+    """What samples as they are say of heads that were fitted to the others, with these ones' flips and without."""
+
+    loss_with: float
+    loss_without: float
+    accuracy_with: float
+    """0 to 1."""
+    accuracy_without: float
+    samples: int
+    """By which this was judged."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether flips are shown: unless the loss without them is lower by more than chance.
+
+        Losses of n samples are known to about 1 / sqrt(n) of themselves.
+        """
+        return self.loss_without >= (1 - 1 / math.sqrt(self.samples)) * self.loss_with
+
+
+@dataclass(frozen=True)
 class Finding:
     """What samples say of horizontal flips, equal on all ranks."""
 
-    trial: MirrorTrial
+    trial: FlipTrial
     seen: str
     """What the heads were fitted to, in words."""
 
@@ -120,28 +141,30 @@ def find_out(
     images = feed.images.shown(MIRRORED, mirrors=True)
     assert isinstance(images, Images), "a text has no mirror images"
 
-    def see() -> tuple[RowsInMemory, str]:
+    def see() -> tuple[tuple[RowsInMemory, RowsInMemory], str]:
         features, seen = features_of(chain, torch.zeros(1, *image_shape), trained=trained)
         # Of a replica one rank reads the samples that it alone has.
         own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
-        return rows_of(features, images, own, ids[::10], width=features(torch.zeros(1, *image_shape)).shape[1]), seen
+        return rows_of(features, images, own, width=features(torch.zeros(1, *image_shape)).shape[1]), seen
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
         rows, seen = raise_on_all_ranks(world, see, name="mirror")
+    fit = partial(fit_kernel, task=Classes(int(labels.max()) + 1), world=world, memory_bytes=0)
     try:
-        found = choose_head(
-            rows,
-            classes=int(labels.max()) + 1,
-            world=world,
-            memory_bytes=memory_budget(world.local_size),
-            compare_mirrored=True,
-        )
+        fits = [fit(each) for each in rows]
     except NumericsError:
         # On all ranks; training says what is wrong.
         return None
-    if found is None or found.mirror is None:
-        return None
-    return Finding(found.mirror, seen)
+    with_flips, without = (None if found is None else found.chosen for found in fits)
+    assert with_flips is not None and without is not None, "nobody stops them"
+    trial = FlipTrial(
+        loss_with=with_flips.held_out_loss,
+        loss_without=without.held_out_loss,
+        accuracy_with=with_flips.held_out_accuracy,
+        accuracy_without=without.held_out_accuracy,
+        samples=len(ids),
+    )
+    return Finding(trial, seen)
 
 
 def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:
@@ -160,16 +183,15 @@ def coarse_pixels(images: Tensor) -> Tensor:
     return functional.adaptive_avg_pool2d(images, (CELLS, CELLS)).flatten(1)
 
 
-def rows_of(features: Features, images: Images, own: Ids, held_out: Ids, *, width: int) -> RowsInMemory:
-    """Return the rows, D wide, of the samples `own` and of their flips; there may be none."""
-    batches = [batch for view in (0, 1) for batch in padded_batches(own, images.labels_of, BATCH, view=view)]
+def rows_of(features: Features, images: Images, own: Ids, *, width: int) -> tuple[RowsInMemory, RowsInMemory]:
+    """Return rows, `width` wide, of the samples `own` with their flips, and without; there may be none.
+
+    Those that are no flips are held out: in turn, where rows are few.
+    """
+    batches = [batch for view in (0, 1) for batch in padded_batches(own, images.labels_of, 50, view=view)]
     announce(images, batches)
     found = [features(images.load(batch.ids, batch.views))[: batch.counted] for batch in batches]
-    samples = torch.from_numpy(np.concatenate([own, own]))
-    return RowsInMemory(
-        torch.cat([torch.zeros(0, width), *found]),
-        images.labels[samples],
-        torch.isin(samples, torch.from_numpy(held_out)),
-        samples,
-        torch.arange(len(samples)) >= len(own),
-    )
+    samples, count = torch.from_numpy(np.concatenate([own, own])), len(own)
+    columns = torch.cat([torch.zeros(0, width), *found]), images.labels[samples], torch.arange(2 * count) < count
+    plain = (column[:count] for column in (*columns, samples))
+    return RowsInMemory(*columns, samples), RowsInMemory(*plain)

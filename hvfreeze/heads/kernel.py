@@ -1,21 +1,23 @@
-"""Kernel ridge regression over all ranks: features stay where they are, compact points of them go to all.
+"""Kernel ridge regression over all ranks: features stay where they are, their projections go to all.
 
-    fit = fit_kernel(rows, classes=10, world=world, memory_bytes=2**30)
+    fit = fit_kernel(rows, task=Classes(10), world=world, memory_bytes=2**30)
     take(layer, fit)
 
-With points z of the N rows of all ranks, K[i, j] = exp(-|z_i - z_j|^2) and Y[i] the row's class as a one less 1 / C,
+With the projected features z of the N rows of all ranks, K[i, j] = exp(-|z_i - z_j|^2), W the rows' weights and Y their
+targets,
 
-    (K + penalty) A = Y
+    (K + penalty W^-1) A = Y
 
-has one solution, that of scikit-learn's KernelRidge; it depends on no learning rate and no order. The sums of a row
-become logits by the factor at which the cross-entropy of rows that were not fitted is least. Penalty and factor, and
-whether mirror images help, are chosen as `kernel_choice` says; then everything is fitted, held-out rows too.
+has one solution, that of scikit-learn's KernelRidge; it depends on no learning rate and no order. Few rows are solved
+in closed form, see `leave_one_out`. Otherwise some rows choose the penalty in that way, and conjugate gradients, see
+`preconditioners`, fit all rows: with weights for all of them, or where they are many for some of them, the centres.
+Held-out rows judge a fit to all others, which travels in the same products, and calibrate the answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,39 +28,33 @@ from torch.nn import functional
 from hvfreeze.allocator import give_back
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.centres import (
-    MOST_FACTORED,
-    SAMPLED,
-    CentreProducts,
-    inverse_by_factor,
-    inverse_by_landmarks,
-    solve_centres,
-    tolerance_of,
-)
-from hvfreeze.heads.gram import MOST_STEPS, ROUNDED_FROM, Gram, Solved, gaussian
-from hvfreeze.heads.kept_points import KeptPoints
-from hvfreeze.heads.kernel_choice import (
-    Choice,
-    Tried,
-    choose,
-    choose_closely,
-    choose_directly,
-    columns_at_once,
-    fitted_directly,
-    solve_ridge,
-    targets,
-)
-from hvfreeze.heads.landmarks import Factor
+from hvfreeze.heads.conjugate_gradients import Solved, solve
+from hvfreeze.heads.kernel_products import ROUNDED_FROM, CentreProducts, Gram, Products, gaussian
+from hvfreeze.heads.leave_one_out import ClosedForm, fit_few, judge, trial_of
 from hvfreeze.heads.moments import check_choice
-from hvfreeze.heads.points import MOST_DIRECTIONS, AllRows, Marks, OwnPoints, everyones, marks_of, points_of
+from hvfreeze.heads.preconditioners import NystromInverse, centres_inverse
+from hvfreeze.heads.projection import MOST_COMPONENTS, AllRows, gather_info, gather_projected, project_rows
 from hvfreeze.heads.rows import WholeRows
-from hvfreeze.heads.solution import MirrorTrial, PenaltyTrial, Solution, Stopped
+from hvfreeze.heads.solution import PenaltyTrial, Solution
+from hvfreeze.heads.tasks import Calibration, Task
+
+PENALTIES = (1.0, 0.3, 0.1, 0.03)
+"""On CIFAR-10 the best of these is within 3 % of the least held-out loss, with 1,000 to 50,000 images."""
+TOLERANCE = 0.01
+"""For `conjugate_gradients.Solved.error`. A tenth of it gave the same accuracy in half as many steps again."""
+FEW = 1_500
+"""Rows that are fitted in closed form, in under a second on one core, and of more rows the part that chooses the
+penalty."""
+ALL_COMPARED, CENTRES = 50_000, 10_000
+"""Rows up to which all are centres, and the centres of more rows: with fewer, accuracy is lost faster than time."""
+SAMPLED = 8
+"""Rows for each centre in the preconditioner of centres: the error then falls to about a third in a step."""
 
 
 class KernelHead(nn.Module):
-    """Features, (B, D), to logits, (B, C): over all centres z, exp(-|P x + p - z|^2) times its weight for the class.
+    """Features, (B, D), to logits, (B, C): over all centres z, exp(-|P x + p - z|^2) times its weight for the output.
 
-    `projection` P is (K, D), K = min(D, `MOST_DIRECTIONS`), with standardisation and bandwidth folded in; `shift` p is
+    `projection` P is (K, D), K = min(D, `MOST_COMPONENTS`), with standardisation and bandwidth folded in; `shift` p is
     (K,), `centres` (N, K), training rows of all ranks, all or some, and `weight` (C, N); all float32.
     """
 
@@ -66,15 +62,16 @@ class KernelHead(nn.Module):
     shift: Tensor
     centres: Tensor
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        """Take D and C; until it is solved, there are no centres and all logits are 0."""
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        """Take D and C, and whether logits have a bias, (C,); until the head is fitted, all logits are 0."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        width = min(in_features, MOST_DIRECTIONS)
+        width = min(in_features, MOST_COMPONENTS)
         self.register_buffer("projection", torch.zeros(width, in_features))
         self.register_buffer("shift", torch.zeros(width))
         self.register_buffer("centres", torch.zeros(0, width))
         self.weight = nn.Parameter(torch.zeros(out_features, 0))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def hold(self, rows: int) -> None:
         """Make room for `rows` centres, to be filled."""
@@ -85,8 +82,8 @@ class KernelHead(nn.Module):
         """Return the logits, float32."""
         # Distances are small differences of large products: bfloat16 would leave nothing of them.
         with torch.autocast("cpu", enabled=False):
-            points = functional.linear(features.float(), self.projection, self.shift)
-            return functional.linear(gaussian(points, self.centres), self.weight)
+            projected = functional.linear(features.float(), self.projection, self.shift)
+            return functional.linear(gaussian(projected, self.centres), self.weight, self.bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         centres = state_dict.get(f"{prefix}centres")
@@ -95,43 +92,9 @@ class KernelHead(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-PENALTIES = (1.0, 0.3, 0.1, 0.03)
-TOLERANCE, TOLERANCE_OF_MANY = 0.01, 0.05
-"""For the residual, as a part of the right sides, and of `ROUNDED_FROM` rows or more, whose products are dear: with
-20 000 and 50 000 rows 0.01 gave the same accuracy in half as many steps again."""
-MOST_LEFT_OUT = 1_500
-"""Rows of which each is left out in turn: all of them choose then, which takes under a second on one core."""
-MOST_FACTORED_ROWS, FEW_CLASSES, ALL_FACTORED = 1_600, 40, 6_000
-"""Rows that are fitted by a factorisation, on rank 0; of more, conjugate gradients on all ranks take less time. Their
-vectors are as many as classes: with more of these than the second for each rank, as many times more rows are factored,
-but never more than the third, which take 0.8 GB: it depends on no free memory, so that runs repeat."""
-MOST_COMPARED = 5_000
-"""Rows on which the penalty is chosen, held-out ones among them: more rows change the choice little."""
-ALL_COMPARED = 50_000
-"""Rows that are all compared with each other; of more, centres are chosen."""
-FEWEST_CENTRES = 10_000
-"""That are chosen where nobody says how many: with fewer of very many rows, accuracy is lost faster than time."""
-
-
-def is_factored(rows: int, *, classes: int, size: int) -> bool:
-    """Tell whether so many rows are fitted by a factorisation, on one of `size` ranks."""
-    return rows <= min(ALL_FACTORED, MOST_FACTORED_ROWS * max(1.0, classes / (FEW_CLASSES * size)))
-
-
-def centres_for(rows: int, asked: int | None) -> int:
-    """Return how many of so many rows are centres: `asked`, or as many as cost what comparing `ALL_COMPARED` rows does.
-
-    It depends on no clock and no memory, so that runs repeat.
-    """
-    if asked is None:
-        # Of all pairs of rows only half are computed.
-        asked = rows if rows <= ALL_COMPARED else max(FEWEST_CENTRES, ALL_COMPARED**2 // (2 * rows))
-    return min(rows, asked)
-
-
 @dataclass(frozen=True)
 class KernelFit(Solution):
-    """A solved head, equal on all ranks bit for bit but for `answers`, `labels` and `used`.
+    """A fitted head, equal on all ranks bit for bit but for `answers`, `labels` and `used`.
 
     See `KernelHead` for what is not described here.
     """
@@ -139,125 +102,39 @@ class KernelFit(Solution):
     answers: Tensor
     """The logits of this rank's own rows that were fitted, in their order, (B, C) float32."""
     labels: Tensor
-    """Of these rows, (B,) int64."""
+    """Of these rows, as `rows.RowInfo` has them."""
     used: Tensor
     """(rows,) bool, which of this rank's rows, in their order, were fitted."""
     projection: Tensor
     shift: Tensor
     centres: Tensor
     weight: Tensor
+    bias: Tensor
+    """(C,) float32."""
 
 
-FACTOR_BYTES = 12
-"""For each pair of centres, what rank 0 preconditions the solver by; the others hold a third of it."""
-LEADING_BYTES, FOLLOWING_BYTES = 64, 12
-"""For each number of a vector: on rank 0 eight in float64, with those that the solver adds them up in; elsewhere three
-in float32, as they come, as they are multiplied, and their product."""
-LEADING_WHOLE_BYTES, FOLLOWING_WHOLE_BYTES = 56, 16
-"""For each number of a solution whose vectors are not all solved at a time: on rank 0 right sides, solutions and what
-is left of them in float64, and their product as it travels; elsewhere that, or the head as it comes."""
-CENTRE_BYTES = 48
-"""For each number of a vector on the centres, which are all solved at a time: the product's two sums in float64, of
-this rank, as they travel and of all."""
+def centres_for(rows: int, asked: int | None) -> int:
+    """Return how many of so many rows are centres: `asked`, all, or `CENTRES` where there are very many rows.
 
-
-class Chosen(NamedTuple):
-    """What is known of a head before it is fitted to all rows."""
-
-    mine: OwnPoints
-    """This rank's rows."""
-    marks: Marks
-    """Of all ranks' rows."""
-    choice: Choice
-    mirror: MirrorTrial | None
-    """Where mirror images were compared."""
-    taken: Tensor
-    """(N,) bool, the rows of all ranks that are to be fitted: without mirror images where these do not help."""
-    spent: Spent
-
-    @property
-    def trial(self) -> PenaltyTrial:
-        """Of the chosen penalty; only where there were several."""
-        return next(trial for trial in self.choice.trials if trial.penalty == self.choice.penalty)
-
-
-def choose_head(
-    rows: WholeRows,
-    *,
-    classes: int,
-    world: World,
-    memory_bytes: int,
-    penalties: Sequence[float] = PENALTIES,
-    directions: int = MOST_DIRECTIONS,
-    trained: bool = False,
-    compare_mirrored: bool = False,
-    kept: KeptPoints | None = None,
-    read: Callable[[int], bool] = lambda rows: False,
-    watch: Callable[[str], bool] = lambda note: False,
-) -> Chosen | None:
-    """Return what rows say of a head that was not fitted to them. Collective.
-
-    None where some rank wants to stop before. Rows are compared in so many of the features' leading `directions`; the
-    other arguments, and the errors, are `fit_kernel`'s.
+    It depends on no clock and no memory, so that runs repeat.
     """
-    values = list(penalties)
-    if not values or min(values) <= 0 or len(set(values)) < len(values):
-        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
-    mine = None if kept is None else kept.load()
-    if mine is None:
-        mine = points_of(rows, directions=directions, world=world, stop=read)
-        if mine is None:
-            return None
-        # Rows are read no more, and what they take is the likenesses' to have.
-        rows.forget()
-        if kept is not None:
-            kept.keep(mine)
-    marks = marks_of(mine, world=world)
-    check_choice(int(marks.held_out.sum()), len(values))
-    few = len(marks.labels) <= MOST_LEFT_OUT or len(values) == 1
-    part = everyones(mine.points, marks, marks.part(MOST_LEFT_OUT if few else MOST_COMPARED), world=world)
-    beside = beside_vectors(
-        memory_bytes, rows=len(marks.labels), columns=classes * len(values), classes=classes, world=world
-    )
-    choosing = partial(
-        chosen,
-        classes=classes,
-        penalties=values,
-        whole=len(part.labels) == len(marks.labels),
-        choosing=part.held_out if trained and part.held_out.any() else torch.ones_like(part.held_out),
-        closely=few,
-        open_gram=partial(Gram, world=world, memory_bytes=beside, watch=watch),
-        world=world,
-    )
-    found = choosing(part)
-    if found is None:
-        return None
-    everything = torch.ones_like(marks.mirrored)
-    if not (compare_mirrored and can_do_without(part)):
-        return Chosen(mine, marks, found.choice, None, everything, found.spent)
-    plain = ~part.mirrored
-    without = choosing(part.only(plain), choosing=choosing.keywords["choosing"][plain])
-    if without is None:
-        return None
-    mirror, spent = compared(found.choice, without.choice), found.spent + without.spent
-    if mirror.taken:
-        return Chosen(mine, marks, found.choice, mirror, everything, spent)
-    return Chosen(mine, marks, without.choice, mirror, ~marks.mirrored, spent)
+    if asked is None:
+        asked = rows if rows <= ALL_COMPARED else CENTRES
+    return min(rows, asked)
 
 
 def fit_kernel(
     rows: WholeRows,
     *,
-    classes: int,
+    task: Task,
     world: World,
     memory_bytes: int,
     penalties: Sequence[float] = PENALTIES,
-    tolerance: float | None = None,
-    most_steps: int = MOST_STEPS,
+    tolerance: float = TOLERANCE,
+    most_steps: int = 200,
     centres: int | None = None,
+    components: int = MOST_COMPONENTS,
     trained: bool = False,
-    compare_mirrored: bool = False,
-    kept: KeptPoints | None = None,
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
@@ -267,367 +144,313 @@ def fit_kernel(
 
     Args:
         rows: this rank's rows; there may be none.
-        classes: C, at least 2.
+        task: what the head answers.
         world: the ranks.
-        memory_bytes: for the solver's vectors, and for as many of this rank's likenesses as fit beside them; the others
-            are computed anew for each product.
+        memory_bytes: for the solver's vectors, and for as many of this rank's kernel values as fit beside them; the
+            others are recomputed for each product.
         penalties: above 0; with one, nothing is chosen.
-        tolerance: for the residual, as a part of the right sides; None is `TOLERANCE`, or that of many rows. With
-            centres `centres.tolerance_of` tells it.
-        most_steps: of the solver; `KernelFit.converged` tells whether they sufficed.
-        centres: of the rows, that all rows are compared with; None chooses, see `centres_for`.
+        tolerance: of conjugate gradients, see `conjugate_gradients.solve`.
+        most_steps: of conjugate gradients; `KernelFit.converged` tells whether they sufficed.
+        centres: rows that all rows are compared with; None chooses, see `centres_for`.
+        components: of the features, at most.
         trained: whether the network was trained on the rows that are not held out, whose features know their labels:
             then only held-out rows choose, also of few.
-        compare_mirrored: whether mirror images are left out where the head is better without them.
-        kept: the rows' points where they are kept, else keeps them; None keeps nothing.
         read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
-        watch: called with how far the solution is, often; true on some rank ends the search.
+        watch: called with the progress, often; true on some rank ends the fit.
 
     Raises:
         UsageError: several penalties and no held-out rows, penalties that are not above 0, or no rows.
         NumericsError: a feature is NaN or infinite.
     """
-    ready = choose_head(
-        rows,
-        classes=classes,
-        world=world,
-        memory_bytes=memory_bytes,
-        penalties=penalties,
-        trained=trained,
-        compare_mirrored=compare_mirrored,
-        kept=kept,
-        read=read,
-        watch=watch,
-    )
-    if ready is None:
+    values = list(penalties)
+    if not values or min(values) <= 0 or len(set(values)) < len(values):
+        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
+    mine = project_rows(rows, components=components, world=world, stop=read, no_labels=task.no_labels)
+    if mine is None:
         return None
-    mine, marks, choice, mirror, taken, spent = ready
-    # Where mirror images are left out, this rank's own rows that are fitted.
-    fitted, own = mine.used.clone(), taken[marks.own]
-    fitted[mine.used] = own
-    used = marks.only(taken)
-    share = Share(mine.points[own] if not own.all() else mine.points, used, classes, choice)
-    count, columns = centres_for(len(used.labels), centres), classes * (1 + share.judged)
-    if tolerance is None:
-        tolerance = TOLERANCE if count < ROUNDED_FROM else TOLERANCE_OF_MANY
-    # What features have taken lies in pieces between what is in use, which likenesses do not fill.
+    # Rows are read no more, and the memory that they take is the Gram matrix's to have.
+    rows.forget()
+    everyone = gather_info(mine.info, world=world)
+    check_choice(int(everyone.held_out.sum()), len(values))
+    problem = Problem(mine.rows, everyone, task, tolerance, most_steps, memory_bytes, watch, world)
+    few = problem.choose(values, trained=trained)
+    if few is None:
+        return None
+    count = centres_for(len(everyone.samples), centres)
+    # What features have taken lies in pieces between what is in use, which kernel values do not fill.
     give_back()
-    if count < len(used.labels):
-        beside = beside_centres(memory_bytes, centres=count, rows=len(share.points), columns=columns, world=world)
-        end = compare_some(count, share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
+    total = len(everyone.samples)
+    fitted: Fitted | None
+    if count < total:
+        fitted = problem.fit_centres(count, few)
+    elif len(few.weights) < total:
+        fitted = problem.fit_all(few)
     else:
-        beside = beside_vectors(memory_bytes, rows=count, columns=columns, classes=classes, world=world)
-        end = compare_all(share, Ends(tolerance, most_steps, beside, watch, kept), world=world)
-    if end is None:
+        fitted = problem.fit_few(few)
+    if fitted is None:
         return None
-    solution = replace(
-        end.solution,
-        passes=mine.passes + spent.passes + end.spent.passes,
-        exchanged_bytes=spent.exchanged_bytes + end.spent.exchanged_bytes,
-        mirror=mirror,
-        left_out=mine.left_out,
+    # A judge's own trial takes the place of the part's.
+    trials = tuple(
+        fitted.trial if fitted.trial and fitted.trial.penalty == trial.penalty else trial for trial in few.trials
     )
     return KernelFit(
-        **vars(solution),
-        answers=end.answers,
-        labels=used.labels[used.own],
-        used=fitted,
-        projection=mine.matrix,
+        penalty=few.penalty,
+        trials=trials if len(values) > 1 else (),
+        loss=fitted.loss,
+        rows=total,
+        steps=fitted.steps,
+        passes=mine.passes + fitted.passes,
+        error=fitted.error,
+        converged=fitted.error <= tolerance,
+        exchanged_bytes=fitted.exchanged_bytes,
+        compared_with=count,
+        left_out=mine.left_out,
+        answers=fitted.answers,
+        labels=mine.info.labels,
+        used=mine.used,
+        projection=mine.projection,
         shift=mine.shift,
-        centres=end.centres,
-        weight=end.weight,
+        centres=fitted.centres,
+        weight=fitted.weight,
+        bias=fitted.bias,
     )
 
 
-def beside_vectors(memory_bytes: int, *, rows: int, columns: int, classes: int, world: World) -> int:
-    """Return what the vectors of a solution for `columns` right sides of so many rows leave of the memory.
+class Fitted(NamedTuple):
+    """A head that was found."""
 
-    The `classes` of one penalty are kept together, also where they are solved a few at a time.
-    """
-    leads, at_once = world.rank == 0, columns_at_once(rows)
-    each, whole = (LEADING_BYTES, LEADING_WHOLE_BYTES) if leads else (FOLLOWING_BYTES, FOLLOWING_WHOLE_BYTES)
-    kept = classes if classes > at_once else 0
-    return max(0, memory_bytes - rows * (each * min(columns, at_once) + whole * kept))
-
-
-def beside_centres(memory_bytes: int, *, centres: int, rows: int, columns: int, world: World) -> int:
-    """Return what a solution for so many centres leaves of the memory, with the answers to this rank's `rows`."""
-    each = CENTRE_BYTES + (LEADING_BYTES if world.rank == 0 else FOLLOWING_BYTES)
-    # Targets as whole numbers and in float64, then as answers in float32.
-    return max(0, memory_bytes - columns * (each * centres + 16 * rows))
-
-
-class Spent(NamedTuple):
-    """Products that were made, and bytes that each rank gave to allreduces for them."""
-
+    centres: Tensor
+    """(M, K)."""
+    weight: Tensor
+    """(C, M) float32."""
+    bias: Tensor
+    """(C,) float32."""
+    answers: Tensor
+    """(B, C) float32, the logits of this rank's own rows."""
+    loss: float
+    trial: PenaltyTrial | None
+    """What held-out rows say of a fit to all others; None where there is none."""
+    steps: int = 0
+    error: float = 0.0
     passes: int = 0
     exchanged_bytes: int = 0
 
-    def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
-        return Spent(self.passes + other.passes, self.exchanged_bytes + other.exchanged_bytes)
-
 
 class Found(NamedTuple):
-    """A choice, and what it took."""
+    """What rank 0 found."""
 
-    choice: Choice
-    spent: Spent
-
-
-def chosen(
-    part: AllRows,
-    *,
-    classes: int,
-    penalties: Sequence[float],
-    whole: bool,
-    choosing: Tensor,
-    closely: bool,
-    open_gram: Callable[..., Gram],
-    world: World,
-) -> Found | None:
-    """Return the choice for a head that is fitted to `part`, None where some rank wants to stop. Collective.
-
-    If `closely`, each sample is left out in turn, and the rows `choosing` choose; else held-out rows do.
-    """
-    choosing_by: Any = {"classes": classes, "penalties": penalties}
-    if closely:
-        mine = choose_closely(part, choosing=choosing, **choosing_by) if world.rank == 0 else None
-        found = world.broadcast_object(mine, name="head.choice")
-        assert found is not None, "rank 0's"
-        return Found(found, Spent())
-    gram = open_gram(part.points)
-    directly = is_factored(len(part.labels), classes=classes, size=world.size)
-    how = choose_directly if directly else partial(choose, gram)
-    choice = world.broadcast_object(gram.lead(partial(how, part, whole=whole, **choosing_by)), name="head.choice")
-    return None if choice is None else Found(choice, Spent(gram.passes, gram.exchanged_bytes))
-
-
-def can_do_without(rows: AllRows) -> bool:
-    """Tell whether there are mirror images, and every sample is there as it is too."""
-    plain = rows.samples[~rows.mirrored]
-    return bool(rows.mirrored.any()) and len(plain.unique()) == len(rows.samples.unique())
-
-
-def compared(with_them: Choice, without: Choice) -> MirrorTrial:
-    """Return what the two choices say of mirror images."""
-    ours, theirs = with_them.plain, without.plain
-    assert ours is not None and theirs is not None
-    return MirrorTrial(ours.loss, theirs.loss, ours.accuracy, theirs.accuracy, ours.rows)
-
-
-class Share(NamedTuple):
-    """What a head is fitted to, and how."""
-
-    points: Tensor
-    """(B, K), of this rank's own rows."""
-    marks: Marks
-    """Of all ranks' rows."""
-    classes: int
-    choice: Choice
-
-    @property
-    def judged(self) -> bool:
-        """Whether a part of the rows has chosen: held-out rows then judge a fit to all others beside the last one."""
-        trials = self.choice.trials
-        return bool(trials) and not all(trial.whole for trial in trials)
-
-
-class Ends(NamedTuple):
-    """When the solver ends, the memory that it may take, and who watches it; see `fit_kernel`."""
-
-    tolerance: float
-    most_steps: int
-    memory_bytes: int
-    watch: Callable[[str], bool]
-    kept: KeptPoints | None
-    """Beside which a solver that is stopped is kept."""
-
-
-class End(NamedTuple):
-    """A head that was found."""
-
-    solution: Solution
-    centres: Tensor
-    """(N, K)."""
-    weight: Tensor
-    """(C, N) float32."""
+    weights: Tensor
+    """A, (M, C) float32, uncalibrated."""
     answers: Tensor
-    """(B, C) float32, the logits of this rank's own rows."""
-    spent: Spent
-
-
-def solution_of(
-    share: Share, tried: Tried | None, *, loss: float, steps: int, error: float, tolerance: float, centres: int
-) -> Solution:
-    """Return the numbers of a solution; `tried` is what held-out rows say of a fit to all others."""
-    penalty, _, trials, _ = share.choice
-    if tried is not None:
-        trials = tuple(tried.trial if trial.penalty == penalty else trial for trial in trials)
-    rows = len(share.marks.labels)
-    return Solution(penalty, trials, loss, rows, steps, 0, error, error <= tolerance, 0, compared_with=centres)
-
-
-def compare_all(share: Share, ends: Ends, *, world: World) -> End | None:
-    """Return the head for which all rows are compared with each other, None where some rank stops it. Collective."""
-    rows = everyones(share.points, share.marks, torch.ones_like(share.marks.held_out), world=world)
-    gram = Gram(rows.points, world=world, memory_bytes=ends.memory_bytes, watch=ends.watch)
-    result = world.broadcast_object(gram.lead(partial(finish, gram, rows, share, ends)), name="head.fit")
-    if result is None:
-        return None
-    solution, weight, answers = result
-    return End(solution, rows.points, weight, answers[rows.own], Spent(gram.passes, gram.exchanged_bytes))
-
-
-def compare_some(count: int, share: Share, ends: Ends, *, world: World) -> End | None:
-    """Return the head for which all rows are compared with `count` of them. Collective.
-
-    None where some rank stops it.
-    """
-    points, marks, classes, (penalty, scale, *_) = share
-    kept = marks.spread(count)
-    centres = everyones(points, marks, kept, world=world).points
-    places = torch.full((len(points),), -1)
-    places[kept[marks.own]] = marks.moved(kept)
-    held_out, rows, factored = marks.held_out[marks.own], len(marks.labels), count <= MOST_FACTORED
-    products = CentreProducts(
-        points,
-        centres,
-        places=places,
-        left_out=held_out,
-        columns=classes,
-        rounded=rows >= ROUNDED_FROM,
-        world=world,
-        memory_bytes=max(0, ends.memory_bytes - (FACTOR_BYTES * count**2 if factored else 0)),
-        watch=ends.watch,
-    )
-    if factored:
-        sampled = min(rows, SAMPLED * count)
-        normal = products.normal_matrix(points[marks.spread(sampled)[marks.own]]).mul_(rows / sampled)
-    right = products.right_sides(marks.labels[marks.own], classes, copies=1 + share.judged)
-
-    def solving() -> Solved:
-        inverse = (
-            inverse_by_factor(centres, normal, penalty)
-            if factored
-            else inverse_by_landmarks(centres, penalty, rows=rows)
-        )
-        stopped = None if ends.kept is None else ends.kept.solver(right, {"penalty": penalty, "centres": count})
-        result = solve_centres(
-            products,
-            right,
-            inverse=inverse,
-            inverse_is_close=factored,
-            penalty=penalty,
-            most_steps=ends.most_steps,
-            begun=stopped.load(right.shape[1]) if stopped else None,
-            keep=stopped.keep if stopped else lambda iterate: None,
-        )
-        if stopped:
-            stopped.remove()
-        return result
-
-    solved = world.broadcast_object(products.lead(solving), name="head.fit")
-    if solved is None:
-        return None
-    answers, tried = products.answers(solved.vectors), None
-    if share.judged:
-        judges, judged = marks.only(marks.held_out), answers[held_out, classes:].contiguous()
-        whole = torch.zeros(len(judges.labels), classes)
-        whole[judges.own] = judged
-        whole = world.allreduce_sum(whole, name="head.judged")
-        everyone = torch.ones_like(judges.held_out)
-        tried = Tried.of(penalty, whole.double(), judges, choosing=everyone, steps=solved.steps, whole=True)
-        scale = tried.scale
-    answers = scale * answers[:, :classes]
-    mine = functional.cross_entropy(answers.double(), marks.labels[marks.own], reduction="sum")
-    loss = float(world.allreduce_sum(mine.reshape(1), name="head.loss")) / rows
-    solution = solution_of(
-        share, tried, loss=loss, steps=solved.steps, error=solved.error, tolerance=tolerance_of(factored), centres=count
-    )
-    weight = (scale * solved.vectors[:, :classes]).t().float().contiguous()
-    return End(solution, centres, weight, answers, Spent(products.passes, products.exchanged_bytes))
-
-
-class Fit(NamedTuple):
-    """A fit to all rows, and what it cost."""
-
-    vectors: Tensor
-    """A, (N, C) float64."""
-    sums: Tensor
-    """K A, (N, C) float64."""
-    judged: Tensor | None
-    """(N, C) float64, the sums of held-out rows of a fit to all others; the other rows' mean nothing."""
+    """K A of all rows, (N, C) float32, or of this rank's."""
+    held_out: Tensor | None
+    """(H, C) float32, answers to the held-out rows of a fit to all others."""
     steps: int
     error: float
 
 
-def finish(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> tuple[Solution, Tensor, Tensor]:
-    """Return the solution on all rows, its weight, (C, N), and its answers to all rows, (N, C), both float32.
+@dataclass(frozen=True)
+class Problem:
+    """Rows that a head is fitted to, and how. All methods are collectives."""
 
-    To be called in `Gram.lead`.
-    """
-    penalty, scale, count = share.choice.penalty, share.choice.scale, len(rows.labels)
-    # With few classes the steps take as long, and some rank can stop them.
-    many = share.classes > FEW_CLASSES * gram.ranks
-    directly = many and is_factored(count, classes=share.classes, size=gram.ranks)
-    fit, tried = (factor_all(rows, share) if directly else step_through_all(gram, rows, share, ends)), None
-    if fit.judged is not None:
-        tried = Tried.of(penalty, fit.judged, rows, choosing=rows.held_out, steps=fit.steps, whole=True)
-        scale = tried.scale
-    loss = float(functional.cross_entropy(scale * fit.sums, rows.labels))
-    tolerance, steps, error = ends.tolerance, fit.steps, fit.error
-    solution = solution_of(share, tried, loss=loss, steps=steps, error=error, tolerance=tolerance, centres=count)
-    return solution, (scale * fit.vectors).t().float().contiguous(), (scale * fit.sums).float()
+    projected: Tensor
+    """(B, K), this rank's own."""
+    rows: AllRows
+    task: Task
+    tolerance: float
+    most_steps: int
+    memory_bytes: int
+    watch: Callable[[str], bool]
+    world: World
 
+    def choose(self, penalties: Sequence[float], *, trained: bool) -> ClosedForm | None:
+        """Return the fit to few rows that chooses the penalty, None where some rank wants to stop."""
+        wants = torch.tensor([int(self.watch("leave-one-out"))], dtype=torch.int32)
+        if self.world.allreduce_sum(wants, name="head.stop").item():
+            return None
+        some = self.rows.part(FEW)
+        part = self.rows.only(some)
+        projected = gather_projected(self.projected, self.rows, some, world=self.world)
+        found = None
+        if self.world.rank == 0:
+            choosing = part.held_out if trained and bool(part.held_out.any()) else torch.ones_like(part.held_out)
+            task = self.task.measured(self.rows.labels)
+            found = fit_few(projected, part, task, penalties, choosing=choosing, whole=bool(some.all()))
+        found = self.world.broadcast_object(found, name="head.choice")
+        assert found is not None, "rank 0's"
+        return found
 
-def factor_all(rows: AllRows, share: Share) -> Fit:
-    """Return the fit by a factorisation."""
-    right, penalty = targets(rows.labels, share.classes), share.choice.penalty
-    held_out = rows.held_out if share.judged else None
-    vectors, judged = fitted_directly(rows.points, right, penalty, held_out=held_out)
-    return Fit(vectors, right - penalty * vectors, judged, steps=0, error=0.0)
+    def fit_few(self, found: ClosedForm) -> Fitted:
+        """Return the fit to few rows, which are all."""
+        everything = torch.ones_like(self.rows.held_out)
+        centres = gather_projected(self.projected, self.rows, everything, world=self.world)
+        return self._finished(centres, found.weights, found.answers[self.rows.own], found.calibration, None)
 
+    def fit_all(self, chosen: ClosedForm) -> Fitted | None:
+        """Return the head in which all rows are centres, None where some rank stops it."""
+        rows, task = self.rows, self.task
+        count, copies = len(rows.samples), 1 + self._judges(chosen)
+        centres = gather_projected(self.projected, rows, torch.ones_like(rows.held_out), world=self.world)
+        beside = self.memory_bytes - solver_bytes(count, copies * task.outputs, leads=self.world.rank == 0)
+        gram = Gram(centres, world=self.world, memory_bytes=max(0, beside), watch=self.watch)
+        leading = partial(self._lead_all, gram, centres, chosen.penalty, copies)
+        found = self.world.broadcast_object(gram.lead(leading), name="head.fit")
+        if found is None:
+            return None
+        return self._judged(centres, found._replace(answers=found.answers[rows.own]), chosen, gram)
 
-def step_through_all(gram: Gram, rows: AllRows, share: Share, ends: Ends) -> Fit:
-    """Return the fit by conjugate gradients, to be called in `Gram.lead`.
+    def _lead_all(self, gram: Gram, rows: Tensor, penalty: float, copies: int) -> Found:
+        """Return the fit to all rows, by rank 0, while the others follow."""
+        outputs, targets = self.task.outputs, self.task.measured(self.rows.labels).targets(self.rows.labels)
+        weights = self.rows.weights.double()
+        # The first copy of the columns counts all rows, the second one leaves held-out rows out.
+        roots = [weights.sqrt(), weights.sqrt() * ~self.rows.held_out][:copies]
+        inverse = NystromInverse(rows, roots, penalty)
+        give_back()
+        pieces = []
+        for columns in torch.arange(copies * outputs).split(columns_at_once(len(rows))):
+            copy = columns // outputs
+            scale = torch.stack(roots, 1)[:, copy]
 
-    The fit that is judged is in the same products: twice as many vectors take little longer.
-    """
-    classes, penalty = share.classes, share.choice.penalty
-    right, everything = targets(rows.labels, classes), torch.ones(len(rows.labels), 1, dtype=torch.bool)
-    together = share.judged and 2 * classes <= columns_at_once(len(right))
-    known, others = Factor(rows.points), ~rows.held_out[:, None]
-    # What finding these took, before the likenesses take theirs.
-    give_back()
-    # What is solved in pieces begins anew.
-    in_one = (together or not share.judged) and classes <= columns_at_once(len(right))
-    stopped = ends.kept.solver(right, {"penalty": penalty}) if ends.kept is not None and in_one else None
+            def product(vectors: Tensor, scale: Tensor = scale) -> Tensor:
+                return gram.times(scale * vectors).double().mul_(scale).add_(vectors, alpha=penalty)
 
-    def fitted_to(*masks: Tensor) -> Solved:
-        columns = classes * len(masks)
-        return solve_ridge(
-            gram,
-            right.repeat(1, len(masks)),
-            torch.full((columns,), penalty, dtype=torch.float64),
-            fitted=torch.cat([mask.expand(-1, classes) for mask in masks], 1),
-            known=known,
-            tolerance=ends.tolerance,
-            most_steps=ends.most_steps,
-            begun=stopped.load(columns) if stopped else None,
-            keep=stopped.keep if stopped else lambda iterate: None,
+            pieces.append(
+                solve(
+                    product,
+                    scale * targets[:, columns % outputs],
+                    inverse=partial(inverse.times, which=copy),
+                    tolerance=self.tolerance,
+                    most_steps=self.most_steps,
+                    report=gram.report_error,
+                )
+            )
+        solved = Solved(
+            torch.cat([piece.vectors for piece in pieces], 1),
+            torch.cat([piece.residual for piece in pieces], 1),
+            max(piece.steps for piece in pieces),
+            max(piece.error for piece in pieces),
+        )
+        held_out = None
+        if copies > 1:
+            held_out = gram.times(roots[1][:, None] * solved.vectors[:, outputs:])[self.rows.held_out]
+        root, vectors, residual = roots[0][:, None], solved.vectors[:, :outputs], solved.residual[:, :outputs]
+        # With the residual the answers need no other product.
+        answers = targets - (residual + penalty * vectors) / root
+        return Found((root * vectors).float(), answers.float(), held_out, solved.steps, solved.error)
+
+    def fit_centres(self, count: int, chosen: ClosedForm) -> Fitted | None:
+        """Return the head of which some rows are centres, None where some rank stops it."""
+        rows, task, world = self.rows, self.task.measured(self.rows.labels), self.world
+        kept, penalty, copies = rows.spread(count), chosen.penalty, 1 + self._judges(chosen)
+        centres = gather_projected(self.projected, rows, kept, world=world)
+        places = torch.full((len(self.projected),), -1)
+        places[kept[rows.own]] = rows.places(kept)
+        columns = copies * task.outputs
+        weights, held_out, labels = rows.weights[rows.own], rows.held_out[rows.own], rows.labels[rows.own]
+        beside = self.memory_bytes - centres_bytes(count, columns, rows=len(self.projected), leads=world.rank == 0)
+        products = CentreProducts(
+            self.projected,
+            centres,
+            places=places,
+            weights=weights,
+            held_out=held_out,
+            columns=task.outputs,
+            rounded=len(rows.samples) >= ROUNDED_FROM,
+            world=world,
+            memory_bytes=max(0, beside),
+            watch=self.watch,
+        )
+        sampled = rows.spread(min(len(rows.samples), SAMPLED * count))
+        some = sampled[rows.own]
+        normal = products.normal_matrix(self.projected[some], weights[some]).mul_(len(sampled) / int(sampled.sum()))
+        right = products.right_sides(lambda part: task.targets(labels[part]), copies=copies)
+
+        def product(vectors: Tensor) -> Tensor:
+            both = products.times(vectors)
+            return both[0] + penalty * both[1]
+
+        def leading() -> Solved:
+            inverse = centres_inverse(centres, normal, penalty)
+            return solve(
+                product,
+                right,
+                inverse=inverse,
+                tolerance=self.tolerance,
+                most_steps=self.most_steps,
+                report=products.report_error,
+            )
+
+        solved = world.broadcast_object(products.lead(leading), name="head.fit")
+        if solved is None:
+            return None
+        answers, judged = products.answers(solved.vectors), None
+        if copies > 1:
+            judged = torch.zeros(int(rows.held_out.sum()), task.outputs)
+            judged[rows.places(rows.held_out)] = answers[held_out, task.outputs :]
+            judged = world.allreduce_sum(judged, name="head.judged")
+        vectors, answers = solved.vectors[:, : task.outputs].float(), answers[:, : task.outputs]
+        return self._judged(centres, Found(vectors, answers, judged, solved.steps, solved.error), chosen, products)
+
+    def _judges(self, chosen: ClosedForm) -> bool:
+        """Tell whether held-out rows judge a fit to all others: where there is something to choose."""
+        return len(chosen.trials) > 1 and not bool(self.rows.held_out.all())
+
+    def _judged(self, centres: Tensor, found: Found, chosen: ClosedForm, products: Products) -> Fitted:
+        """Return the head that was found, calibrated by held-out rows where there are any."""
+        calibration, trial = chosen.calibration, None
+        if found.held_out is not None and self.world.rank == 0:
+            task, held, said = self.task.measured(self.rows.labels), self.rows.only(self.rows.held_out), found.held_out
+            calibration, _ = judge(task, said.double(), held)
+            trial = trial_of(task, chosen.penalty, said.double(), held, steps=found.steps, whole=True)
+        # Choosing is arithmetic that processors may round differently: rank 0's choice is everybody's.
+        calibration, trial = self.world.broadcast_object((calibration, trial), name="head.calibration")
+        fitted = self._finished(centres, found.weights, found.answers, calibration, trial)
+        return fitted._replace(
+            steps=found.steps,
+            error=found.error,
+            passes=products.passes,
+            exchanged_bytes=products.exchanged_bytes,
         )
 
-    solved, answers = fitted_to(everything, others) if together else fitted_to(everything), None
-    if share.judged:
-        judged = solved.vectors[:, classes:] if together else fitted_to(others).vectors
-        try:
-            answers = gram.times(judged).double()
-        except Stopped:
-            if stopped:
-                stopped.keep(solved.as_iterate())
-            raise
-    if stopped:
-        stopped.remove()
-    vectors, left = solved.vectors[:, :classes], solved.left[:, :classes]
-    # With the residual the answers need no other product.
-    return Fit(vectors, right - left - penalty * vectors, answers, solved.steps, solved.error)
+    def _finished(
+        self, centres: Tensor, weights: Tensor, answers: Tensor, calibration: Calibration, trial: PenaltyTrial | None
+    ) -> Fitted:
+        """Return the head with weights, (M, C), and this rank's raw answers, (B, C)."""
+        rows, task = self.rows, self.task.measured(self.rows.labels)
+        logits, own = calibration.apply(answers), rows.weights[rows.own].double()
+        losses = task.losses(logits.double(), rows.labels[rows.own]) * own if len(own) else own
+        sums = self.world.allreduce_sum(torch.stack([losses.sum(), own.sum()]).double(), name="head.loss")
+        return Fitted(
+            centres,
+            (weights.double() * calibration.scale).t().float().contiguous(),
+            calibration.bias.float(),
+            logits.float(),
+            float(sums[0] / sums[1]),
+            trial,
+        )
+
+
+MOST_NUMBERS = 2**24
+"""Numbers in a vector of all columns that are solved together: conjugate gradients then take 1 GB."""
+
+
+def columns_at_once(rows: int) -> int:
+    """Return how many right sides of so many rows are solved together."""
+    return max(1, MOST_NUMBERS // max(1, rows))
+
+
+def solver_bytes(rows: int, columns: int, *, leads: bool) -> int:
+    """Return the memory of a solution for so many right sides, where all rows are centres."""
+    at_once = min(columns, columns_at_once(rows))
+    # On rank 0 eight vectors in float64 while columns are solved, and seven of the whole solution; elsewhere three in
+    # float32 as they come, are multiplied and summed, and four as the head comes.
+    return rows * (64 * at_once + 56 * columns if leads else 12 * at_once + 16 * columns)
+
+
+def centres_bytes(centres: int, columns: int, *, rows: int, leads: bool) -> int:
+    """Return the memory of a solution for so many centres, with the answers to this rank's `rows`."""
+    # For each pair of centres the normal matrix in float32, and on rank 0 its factor in float64. For each number of a
+    # vector what is said above, and the product's two sums in float64, of this rank, as they travel and of all. For
+    # each answer its target as a whole number and in float64, then in float32.
+    return 12 * centres**2 + columns * ((112 if leads else 60) * centres + 16 * rows)

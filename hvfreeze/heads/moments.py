@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.heads.rows import Rows, SomeRows
+from hvfreeze.heads.rows import RowInfo, Rows, SomeRows
 
 SMALLEST_VARIATION = 1e-6
 """A feature whose standard deviation is a smaller part of its mean is rounding of float32, not information."""
@@ -27,13 +28,13 @@ class FeaturesError(NumericsError):
         self.samples = tuple(samples)
 
 
-MOST_NAMED = 5
+NO_CLASSES = torch.zeros(0, dtype=torch.int64)
 
 
-def numbered(samples: Sequence[int]) -> str:
-    """Return samples by number, the first few where there are many."""
-    more = len(samples) - MOST_NAMED
-    shown = ", ".join(map(str, samples[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+def numbered(samples: Sequence[int], *, most: int = 5) -> str:
+    """Return samples by number, the first ones where there are more than `most`."""
+    more = len(samples) - most
+    shown = ", ".join(map(str, samples[:most])) + (f" and {more} more" if more > 0 else "")
     return f"{'sample' if len(samples) == 1 else 'samples'} {shown}"
 
 
@@ -95,7 +96,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
         deviations = chunk.features.float() - shift
         moments[0, :-1] += deviations.sum(0)
         moments[0, -1] += len(deviations)
-        moments[1, -1] += chunk.held_out.sum()
+        moments[1, -1] += chunk.info.held_out.sum()
         moments[1, :-1] += deviations.square_().sum(0)
     moments = world.allreduce_sum(moments, name="head.moments")
     if not moments.isfinite().all():
@@ -121,7 +122,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
 
 def damaged(rows: Rows, shift: Tensor, *, world: World) -> list[int]:
     """Return the samples of all ranks whose features, or their squares, less `shift`, are not finite. Collective."""
-    mine = [int(chunk.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
+    mine = [int(chunk.info.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
     return sorted({sample for theirs in world.allgather_object(mine, name="head.damaged") for sample in theirs})
 
 
@@ -155,8 +156,8 @@ class Covariance:
     values: Tensor
     """(K,) float64, decreasing."""
 
-    def inverse(self, gradient: Tensor, *, curvature: float, penalty: float) -> Tensor:
-        """Return the inverse of curvature x covariance + 2 penalty, times `gradient`, (C, D + 1).
+    def root_inverse(self, gradient: Tensor, *, curvature: float, penalty: float) -> Tensor:
+        """Return the root of the inverse of curvature x covariance + 2 penalty, times `gradient`, (C, D + 1).
 
         Directions outside `directions` count as if their variance were the least of `values`; the intercept, the last
         column, bends by `curvature` alone.
@@ -164,11 +165,11 @@ class Covariance:
         # Where every row is certain, nothing bends but the penalty.
         curvature = max(curvature, 1e-6)
         coefficients = gradient[:, :-1]
-        least = curvature * self.values[-1] + 2 * penalty
-        correction = 1 / (curvature * self.values + 2 * penalty) - 1 / least
+        least = (curvature * self.values[-1] + 2 * penalty).rsqrt()
+        correction = (curvature * self.values + 2 * penalty).rsqrt() - least
         result = torch.empty_like(gradient)
-        result[:, :-1] = coefficients / least + ((coefficients @ self.directions) * correction) @ self.directions.t()
-        result[:, -1] = gradient[:, -1] / curvature
+        result[:, :-1] = coefficients * least + ((coefficients @ self.directions) * correction) @ self.directions.t()
+        result[:, -1] = gradient[:, -1] / curvature**0.5
         return result
 
 
@@ -179,16 +180,19 @@ class Sketch(NamedTuple):
     """A T, (D, K) float64, for the covariance A of all ranks' rows and T = `test_matrix(D, K)`; equal on all ranks."""
     sizes: Tensor
     """(N,) float64, each of this rank's rows' squared distance from the mean, but for the randomness of T."""
-    marks: Tensor
-    """(4, N) int64, of this rank's rows the samples, the labels, which are held out and which are mirror images."""
-
-    @property
-    def samples(self) -> Tensor:
-        """(N,) int64, what rows are of."""
-        return self.marks[0]
+    info: RowInfo
+    """Of this rank's rows."""
 
 
-def sketch(rows: Rows, standard: Standard, *, world: World, columns: int = RANK, kept: Tensor | None = None) -> Sketch:
+def sketch(
+    rows: Rows,
+    standard: Standard,
+    *,
+    world: World,
+    columns: int = RANK,
+    no_labels: Tensor = NO_CLASSES,
+    kept: Tensor | None = None,
+) -> Sketch:
     """Return what one pass over all ranks' rows tells of their leading directions and of each row's size. Collective.
 
     Of this rank's rows only those that are `kept`, (N,) bool, count in the product.
@@ -197,13 +201,13 @@ def sketch(rows: Rows, standard: Standard, *, world: World, columns: int = RANK,
     factor, shift = scaled.float(), (standard.offset @ scaled).float()
     # The last row sums the products themselves: with it the mean can be taken off afterwards.
     sums = torch.zeros(rows.width + 1, scaled.shape[1], dtype=torch.float64)
-    sizes, marks, place = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(4, 0, dtype=torch.int64)], 0
+    sizes, infos, place = [torch.zeros(0, dtype=torch.float64)], [RowInfo.none(no_labels)], 0
     for chunk in rows.chunks():
         features = standard.taken(chunk.features)
         products = features @ factor - shift
         # The mean square over random signs is that of the row itself.
         sizes.append(products.double().square().mean(1))
-        marks.append(chunk.marks())
+        infos.append(chunk.info)
         if kept is not None:
             products[~kept[place : place + len(products)]] = 0
         place += len(products)
@@ -211,7 +215,7 @@ def sketch(rows: Rows, standard: Standard, *, world: World, columns: int = RANK,
         sums[-1] += products.sum(0, dtype=torch.float64)
     sums = world.allreduce_sum(sums, name="head.sketch")
     product = (sums[:-1] - standard.offset[:, None] * sums[-1]) * standard.scale[:, None] / standard.count
-    return Sketch(product, torch.cat(sizes), torch.cat(marks, 1))
+    return Sketch(product, torch.cat(sizes), RowInfo.together(infos))
 
 
 SUSPECT = 5.0
@@ -233,28 +237,13 @@ class Prepared(NamedTuple):
     """See `Sketch`."""
     passes: int
     """Over the rows."""
-    marks: Tensor
-    """(4, N) of this rank's rows that are used; see `Sketch`."""
+    info: RowInfo
+    """Of this rank's rows that are used."""
     left_out: tuple[int, ...] = ()
     """The samples of all ranks that are not used, ascending."""
 
-    @property
-    def samples(self) -> Tensor:
-        """(N,) int64, what this rank's rows that are used are of."""
-        return self.marks[0]
 
-    @property
-    def held_out(self) -> Tensor:
-        """(N,) bool, of this rank's rows that are used."""
-        return self.marks[2].bool()
-
-    @property
-    def mirrored(self) -> Tensor:
-        """(N,) bool, of this rank's rows that are used."""
-        return self.marks[3].bool()
-
-
-def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
+def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor = NO_CLASSES) -> Prepared:
     """Return the rows of all ranks but those of extreme samples, their moments and their sketch. Collective.
 
     One row whose features are a thousand times as large as all others' makes the variance of every feature: what tells
@@ -265,35 +254,36 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK) -> Prepared:
         UsageError: no rank has a row.
     """
     standard = measure(rows, world=world)
-    found = sketch(rows, standard, world=world, columns=columns)
+    sketched = partial(sketch, world=world, columns=columns, no_labels=no_labels)
+    found = sketched(rows, standard)
     everything = torch.ones(len(found.sizes), dtype=torch.bool)
     suspects = far_ones(found, found.sizes, SUSPECT, world=world)
     if not suspects:
-        return Prepared(rows, everything, standard, found.product, 2, found.marks)
+        return Prepared(rows, everything, standard, found.product, 2, found.info)
     passes, known = 2, list[int]()
     # The farthest row also hides those that are less far, as it makes the scale: until no other one shows.
     while suspects != known:
-        known, others = suspects, ~torch.isin(found.samples, torch.tensor(suspects))
+        known, others = suspects, ~torch.isin(found.info.samples, torch.tensor(suspects))
         without = measure(SomeRows(rows, others), world=world)
-        again = sketch(rows, without, world=world, columns=columns, kept=others)
+        again = sketched(rows, without, kept=others)
         suspects = sorted({*known, *far_ones(again, again.sizes[others], SUSPECT, world=world)})
         passes += 2
     extreme = without_whole_classes(far_ones(again, again.sizes[others], EXTREME, world=world), found, world=world)
     if not extreme:
-        return Prepared(rows, everything, standard, found.product, passes, found.marks)
+        return Prepared(rows, everything, standard, found.product, passes, found.info)
     check_extreme(extreme, found, world=world)
-    used = ~torch.isin(found.samples, torch.tensor(extreme))
+    used = ~torch.isin(found.info.samples, torch.tensor(extreme))
     left = SomeRows(rows, used)
     if extreme == suspects:
-        return Prepared(left, used, without, again.product, passes, found.marks[:, used], tuple(extreme))
+        return Prepared(left, used, without, again.product, passes, found.info.only(used), tuple(extreme))
     standard = measure(left, world=world)
-    last = sketch(left, standard, world=world, columns=columns)
-    return Prepared(left, used, standard, last.product, passes + 2, last.marks, tuple(extreme))
+    last = sketched(left, standard)
+    return Prepared(left, used, standard, last.product, passes + 2, last.info, tuple(extreme))
 
 
 def check_extreme(extreme: list[int], found: Sketch, *, world: World) -> None:
     """Raise FeaturesError, on all ranks, where too many samples are extreme to be damaged ones. Collective."""
-    count = sum(world.allgather_object(len(found.samples.unique()), name="head.samples"))
+    count = sum(world.allgather_object(len(found.info.samples.unique()), name="head.samples"))
     if len(extreme) > max(1, MOST_EXTREME * count):
         raise FeaturesError(
             f"head fit: the features of {len(extreme)} of {count} samples lie more than {EXTREME:.0f} times as far "
@@ -314,17 +304,20 @@ def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> lis
     halves = world.allreduce_sum(halves, name="head.sizes")
     median = int((halves.cumsum(0) * 2 >= halves.sum()).nonzero()[0])
     limit = times**2 * 2.0 ** (median - BINS // 2)
-    mine = found.samples[found.sizes > limit].unique().tolist()
+    mine = found.info.samples[found.sizes > limit].unique().tolist()
     return sorted(sample for theirs in world.allgather_object(mine, name="head.far") for sample in theirs)
 
 
 def without_whole_classes(samples: list[int], found: Sketch, *, world: World) -> list[int]:
-    """Return those of the samples of whose class there are others. Collective.
+    """Return those of the samples of whose class there are others; all where labels are no classes. Collective.
 
     Where all of a class lie far from the rest, that is what it looks like.
     """
-    chosen = torch.isin(found.samples, torch.tensor(samples, dtype=torch.int64))
-    mine = (set(found.marks[1, ~chosen].tolist()), dict(zip(*found.marks[:2, chosen].tolist(), strict=True)))
+    chosen = torch.isin(found.info.samples, torch.tensor(samples, dtype=torch.int64))
+    if found.info.labels.dim() > 1:
+        return samples
+    numbers, labels_of = found.info.samples[chosen].tolist(), found.info.labels[chosen].tolist()
+    mine = (set(found.info.labels[~chosen].tolist()), dict(zip(numbers, labels_of, strict=True)))
     others, labels = zip(*world.allgather_object(mine, name="head.classes"))
     seen = set[int]().union(*others)
     return sorted(sample for theirs in labels for sample, label in theirs.items() if label in seen)

@@ -144,6 +144,8 @@ def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
         layer.centres, layer.weight.data = fit.centres, fit.weight
         layer.projection.copy_(fit.projection)
         layer.shift.copy_(fit.shift)
+        if layer.bias is not None:
+            layer.bias.copy_(fit.bias)
         return
     for name, tensor in layer.state_dict().items():
         tensor.copy_(getattr(fit, name))

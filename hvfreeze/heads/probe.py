@@ -19,10 +19,11 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed, first_of
 from hvfreeze.data.decoding import Images, Inputs
 from hvfreeze.heads.features import before_last_layer, every_block, laid_out, pooled
-from hvfreeze.heads.kernel import choose_head
-from hvfreeze.heads.linear import fit_softmax
+from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.tasks import Classes
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
 
@@ -30,7 +31,7 @@ RENEWED = 256
 """Samples of all ranks, about, whose statistics BatchNorm has while it is probed."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
 """Samples of all ranks, about, that heads are fitted to, and their share of all between these; half as many judge."""
-DIRECTIONS = 256
+COMPONENTS = 256
 """Principal components of the features; from so few samples more components tell no more."""
 PENALTY = 0.01
 """Of the last layer under which fine-tuning with AdamW begins."""
@@ -72,7 +73,7 @@ class Probe:
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
         rows = RowsInMemory(seen.last[~seen.held], seen.labels[~seen.held], held_out)
         _, layer = before_last_layer(chain)
-        fit = fit_softmax(rows, classes=layer.out_features, world=self.world, penalties=(PENALTY,))
+        fit = fit_linear(rows, task=Classes(layer.out_features), world=self.world, penalties=(PENALTY,))
         assert fit is not None, "nobody stops it"
         take(layer, fit)
 
@@ -88,7 +89,7 @@ class Probe:
         with state_kept(chain.model):
             if is_tuned:
                 self._renew_statistics(chain)
-            return self._solved(chain, self._see(chain))
+            return self._solved(chain, self._see(chain), is_tuned=is_tuned)
 
     @torch.no_grad()
     def _renew_statistics(self, chain: Chain) -> None:
@@ -127,15 +128,19 @@ class Probe:
         """Return this replica's part of so many samples, about, that heads are fitted to."""
         return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
-    def _solved(self, chain: Chain, seen: Seen) -> float:
+    def _solved(self, chain: Chain, seen: Seen, *, is_tuned: bool) -> float:
         rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples)
         _, layer = before_last_layer(chain)
-        memory = memory_budget(self.world.local_size)
-        found = choose_head(
-            rows, classes=layer.out_features, directions=DIRECTIONS, world=self.world, memory_bytes=memory
+        fit = fit_kernel(
+            rows,
+            task=Classes(layer.out_features),
+            components=COMPONENTS,
+            trained=is_tuned,
+            world=self.world,
+            memory_bytes=memory_budget(self.world.local_size),
         )
-        assert found is not None, "nobody stops it"
-        return found.trial.held_out_loss
+        assert fit is not None and fit.chosen is not None, "nobody stops it"
+        return fit.chosen.held_out_loss
 
     @torch.no_grad()
     def _see(self, chain: Chain) -> Seen:

@@ -14,10 +14,37 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, grouped
-from hvfreeze.data.shards import Ids
 
 CHUNK_ROWS = 512
 """Rows in a chunk, at least: in smaller ones the calls cost as much as the products."""
+
+
+@dataclass(frozen=True)
+class RowInfo:
+    """What is known of some rows beside their features."""
+
+    labels: Tensor
+    """(B,) int64 classes, or (B, outputs) numbers; see `tasks`."""
+    held_out: Tensor
+    """(B,) bool; these rows choose the penalty and are not fitted until then. Views of one sample go together."""
+    samples: Tensor
+    """(B,) int64: the rows of one number are views of one sample; all of them are this rank's."""
+    weights: Tensor
+    """(B,) float32, above 0: how much a row's error counts."""
+
+    def only(self, kept: Tensor) -> RowInfo:
+        """Return the rows of which `kept`, (B,) bool, is true."""
+        return RowInfo(*(getattr(self, field.name)[kept] for field in fields(RowInfo)))
+
+    @classmethod
+    def none(cls, no_labels: Tensor) -> RowInfo:
+        """Return what is known of no rows."""
+        return cls(no_labels, torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+
+    @classmethod
+    def together(cls, parts: Sequence[RowInfo]) -> RowInfo:
+        """Return all parts as one."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(RowInfo)))
 
 
 @dataclass(frozen=True)
@@ -26,22 +53,14 @@ class Chunk:
 
     features: Tensor
     """(B, D) float32, float16 or bfloat16; read, never written."""
-    labels: Tensor
-    """(B,) int64, in 0..classes-1."""
-    held_out: Tensor
-    """(B,) bool; these rows choose the penalty and are not fitted until then. Views of one sample go together."""
-    samples: Tensor
-    """(B,) int64: the rows of one number are views of one sample; all of them are this rank's."""
-    mirrored: Tensor
-    """(B,) bool, whether a row is of a mirror image."""
+    info: RowInfo
 
-    def marks(self) -> Tensor:
-        """Return (4, B) int64: the samples, the labels, which rows are held out and which are of mirror images."""
-        return torch.stack([self.samples, self.labels, self.held_out.long(), self.mirrored.long()])
+    def __len__(self) -> int:
+        return len(self.features)
 
     def only(self, kept: Tensor) -> Chunk:
         """Return the rows of which `kept`, (B,) bool, is true."""
-        return Chunk(*(getattr(self, field.name)[kept] for field in fields(self)))
+        return Chunk(self.features[kept], self.info.only(kept))
 
 
 class Rows(Protocol):
@@ -77,7 +96,7 @@ def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
     """
     count, stopped = 0, False
     for chunk in rows.chunks():
-        count += len(chunk.labels)
+        count += len(chunk)
         stopped = stop(count)
         if stopped:
             break
@@ -88,7 +107,7 @@ def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
 class RowsInMemory:
     """Rows held as tensors as `Chunk` has them, in chunks of `CHUNK_ROWS`; there may be none.
 
-    Without `samples` every row is a sample of its own, numbered from `first` on; without `mirrored` none is.
+    Without `samples` every row is a sample of its own, numbered from `first` on; without `weights` all count alike.
     """
 
     def __init__(
@@ -97,21 +116,23 @@ class RowsInMemory:
         labels: Tensor,
         held_out: Tensor,
         samples: Tensor | None = None,
-        mirrored: Tensor | None = None,
+        weights: Tensor | None = None,
         *,
         first: int = 0,
     ) -> None:
         self.width, self.count = features.shape[1], len(labels)
         samples = torch.arange(first, first + len(labels)) if samples is None else samples
-        mirrored = torch.zeros_like(held_out) if mirrored is None else mirrored
-        self._tensors = (features, labels, held_out, samples, mirrored)
+        self._features = features
+        self._info = RowInfo(labels, held_out, samples, torch.ones(len(labels)) if weights is None else weights)
 
     def chunks(self) -> Iterator[Chunk]:
         """Return views of the tensors."""
-        for parts in zip(*(tensor.split(CHUNK_ROWS) for tensor in self._tensors)):
+        info = self._info
+        columns = (self._features, info.labels, info.held_out, info.samples, info.weights)
+        for features, *parts in zip(*(column.split(CHUNK_ROWS) for column in columns)):
             # A tensor without rows still splits into one empty piece.
-            if len(parts[0]):
-                yield Chunk(*parts)
+            if len(features):
+                yield Chunk(features, RowInfo(*parts))
 
     def sample(self) -> None:
         """Return None: they are in memory."""
@@ -131,8 +152,8 @@ class SomeRows:
         """Return the chunks with a row that is kept, without the others; a chunk that loses none is not copied."""
         place = 0
         for chunk in self._rows.chunks():
-            kept = self._kept[place : place + len(chunk.labels)]
-            place += len(chunk.labels)
+            kept = self._kept[place : place + len(chunk)]
+            place += len(chunk)
             if kept.all():
                 yield chunk
             elif kept.any():
@@ -150,7 +171,7 @@ class RowsOfBatches:
         expect: called with the batches that will be fetched next, in order.
         width: D.
         held_out: (samples,) for each sample id whether its rows are held out.
-        mirrored: returns for (B,) sample ids and views which are mirror images, (B,).
+        weights: (samples,) float32, of each sample's rows; None where all count alike.
         memory_bytes: rows are kept where they take no more.
         sampled: how many of the batches, the first ones, are the sample, whose rows alone are kept, until all are read;
             None where all may be.
@@ -164,12 +185,12 @@ class RowsOfBatches:
         expect: Callable[[Sequence[Batch]], None],
         width: int,
         held_out: NDArray[np.bool_],
-        mirrored: Callable[[Ids, Ids], NDArray[np.bool_]],
         memory_bytes: int,
+        weights: NDArray[np.float32] | None = None,
         sampled: int | None = None,
     ) -> None:
         self.width, self.count = width, rows_in(batches)
-        self._fetch, self._expect, self._held_out, self._mirrored = fetch, expect, held_out, mirrored
+        self._fetch, self._expect, self._held_out, self._weights = fetch, expect, held_out, weights
         each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
         first = sampled or 0
         self._groups = [*grouped(batches[:first], each), *grouped(batches[first:], each)]
@@ -205,29 +226,13 @@ class RowsOfBatches:
         """Let go of rows that are kept."""
         self._chunks.clear()
 
-    def bare(self) -> tuple[Ids, Chunk]:
-        """Return all views, (N,), and all rows as one chunk without features, (N, 0): nothing is fetched."""
-        group = [batch for group in self._groups for batch in group]
-        views = np.concatenate([np.empty(0, np.int64), *(batch.views[: batch.counted] for batch in group)])
-        return views, self._chunk(group, torch.zeros(self.count, 0))
-
-    def first_features(self) -> Tensor:
-        """Return the features of the first batch, (B, D); none where there is no batch."""
-        if not self._groups:
-            return torch.zeros(0, self.width)
-        batch = self._groups[0][0]
-        return self._fetch(batch)[: batch.counted].clone()
-
-    def _chunk(self, group: Sequence[Batch], features: Tensor | None = None) -> Chunk:
-        none = np.empty(0, np.int64)
-        ids = np.concatenate([none, *(batch.ids[: batch.counted] for batch in group)])
-        views = np.concatenate([none, *(batch.views[: batch.counted] for batch in group)])
-        if features is None:
-            # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
-            features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
-        labels = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.labels[: batch.counted] for batch in group)])
-        held_out, mirrored = torch.from_numpy(self._held_out[ids]), torch.from_numpy(self._mirrored(ids, views))
-        return Chunk(features, labels, held_out, torch.from_numpy(ids), mirrored)
+    def _chunk(self, group: Sequence[Batch]) -> Chunk:
+        ids = np.concatenate([batch.ids[: batch.counted] for batch in group])
+        # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
+        features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
+        labels = torch.cat([batch.labels[: batch.counted] for batch in group])
+        weights = torch.ones(len(ids)) if self._weights is None else torch.from_numpy(self._weights[ids])
+        return Chunk(features, RowInfo(labels, torch.from_numpy(self._held_out[ids]), torch.from_numpy(ids), weights))
 
 
 class FirstRows:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hvfreeze import __version__
 from hvfreeze.config.rules import FITS
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.config.tree import Config, parse_plain_yaml
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
     READING,
@@ -41,6 +41,7 @@ from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.weights import weights_path
+from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
@@ -399,7 +400,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         image=None
         if isinstance(transform, Shift)
         else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
-        context=data.window if isinstance(transform, Shift) else None,
+        context=data.context if isinstance(transform, Shift) else None,
         precision=config.optimizer.precision,
         batch_size=rows,
         data=data.data,

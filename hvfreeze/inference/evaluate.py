@@ -104,7 +104,7 @@ def config_of(run_dir: Path) -> Config:
     """Return a run's configuration. Raises RefusedError where it cannot be read."""
     path = run_dir / "config.yaml"
     try:
-        return from_dict(read_config(path), source=str(path))
+        return from_dict({**read_config(path), "given": []}, source=str(path))
     except UsageError as error:
         raise RefusedError(f"{path} is damaged or of another version: {error}") from error
 
@@ -113,7 +113,7 @@ def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
     """Return the windows on which the run reported its accuracy, their ids, and what they are."""
     config = config_of(run_dir)
     data = config.data
-    _, chosen, ids = choose(open_data(data.data, data.data_dir, context=data.window), data, seed=config.data_seed)
+    _, chosen, ids = choose(open_data(data.data, data.data_dir, context=data.context), data, seed=config.data_seed)
     if chosen.classes != applied.classes or not isinstance(chosen.source, TextSource):
         raise RefusedError(
             f"the run's text has changed: it has {len(chosen.classes)} characters, and the model was trained on "

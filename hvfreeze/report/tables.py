@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.config.flags import words_of
-from hvfreeze.config.sections import AUTO
-from hvfreeze.config.tree import Config, flat, from_dict, to_dict
+from hvfreeze.config.tree import Config, given_in, settings_of
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
@@ -337,27 +336,15 @@ def command_table(groups: Sequence[Group]) -> Table:
 
 def command(run: Run, *, num_runs: int = 1) -> str:
     """Return the command that starts such a run."""
-    usual = usual_settings(run.settings)
-    chosen = {leaf: value for leaf, value in run.settings.items() if value != usual.get(leaf)}
-    shown = {leaf: value for leaf, value in chosen.items() if leaf not in WITHOUT_EFFECT}
-    shown |= {leaf: "..." for leaf in ("seed", "data_seed") if leaf in shown and num_runs > 1}
-    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + shlex.join(["hvfreeze", *words_of(shown)])
-
-
-def usual_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves that a run has where no flag is given but what their defaults depend on; these as ever."""
-    auto = {"freeze": AUTO} if settings["freeze"] == AUTO else {}
-    alone = {"strategy": settings["strategy"], **auto}
-    chosen = {**alone, "optimizer": settings["optimizer"], **({"head": settings["head"]} if auto else {})}
     try:
-        plain, first, usual = (flat(to_dict(from_dict(tree)), source="") for tree in ({}, alone, chosen))
+        given = given_in(run.config, run.settings, source=run.name)
     except UsageError:
         # Of another version.
-        return flat(to_dict(Config()), source="")
-    # With --lr and without --optimizer, auto takes AdamW.
-    named = {"optimizer": None} if auto and settings["optimizer"] != AUTO else {}
-    depended_on = {leaf: (plain if leaf in alone else first)[leaf] for leaf in chosen}
-    return {**usual, **depended_on, **named}
+        plain = settings_of(Config())
+        given = frozenset(leaf for leaf, value in run.settings.items() if value != plain.get(leaf))
+    shown = {leaf: value for leaf, value in run.settings.items() if leaf in given - set(WITHOUT_EFFECT)}
+    shown |= {leaf: "..." for leaf in ("seed", "data_seed") if leaf in shown and num_runs > 1}
+    return (f"horovodrun -np {run.size} " if run.size > 1 else "") + shlex.join(["hvfreeze", *words_of(shown)])
 
 
 def environment_table(groups: Sequence[Group]) -> Table:

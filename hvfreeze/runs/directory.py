@@ -132,10 +132,12 @@ def check_owners(directory: Path) -> None:
             raise unusable(directory, f"holds {path.name}, which belongs to another user (id {theirs})")
 
 
-def open_record(directory: Path, settings: Settings, *, environment: Mapping[str, Any]) -> Record:
+def open_record(
+    directory: Path, settings: Settings, *, environment: Mapping[str, Any], file: Mapping[str, Any] | None = None
+) -> Record:
     """Make a directory that `check_directory` accepts, private, lock it, and open the run's logs in it.
 
-    One that cannot be used is left as it was.
+    config.yaml holds `file`, or the settings. A directory that cannot be used is left as it was.
 
     Raises:
         UsageError: the directory cannot be written, or another job has taken it since.
@@ -148,7 +150,7 @@ def open_record(directory: Path, settings: Settings, *, environment: Mapping[str
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error
     try:
         changed = changed_settings(directory, settings, environment)
-        return Record(directory, settings, environment=environment, changed=changed, lock=lock)
+        return Record(directory, settings, environment=environment, changed=changed, lock=lock, file=file)
     except BaseException as error:
         lock.release()
         if new and not (directory / "config.yaml").exists():

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
-from hvfreeze.config.tree import Config, convert, leaves, parse_plain_yaml, to_dict
+from hvfreeze.config.tree import convert, defaults_of, leaves
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.clock import PHASES, train_seconds
 
 
@@ -290,9 +291,9 @@ def check_values(run: Run) -> None:
             raise RefusedError(f"{place}: step (0) is not what belongs there")
     path = run.directory / "config.yaml"
     for leaf, (_, field, kind) in leaves().items():
-        value = run.settings[leaf]
+        value = run.settings.get(leaf)
         try:
-            if value is not None or field.default is not None:
+            if value is not None or (leaf in run.settings and field.default is not None):
                 typed(leaf, value, kind, source=str(path))
         except UsageError as error:
             raise RefusedError(f"{path} is damaged: {error}") from error
@@ -351,7 +352,9 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         tree = parse_plain_yaml(read_bytes(path))
     except ValueError as error:
         raise RefusedError(f"{path} is damaged: {error}") from error
-    if not isinstance(tree, dict) or not all(isinstance(section, dict) for section in tree.values()):
+    given = tree.pop("given", []) if isinstance(tree, dict) else None
+    if not isinstance(given, list) or not all(isinstance(section, dict) for section in tree.values()):
         raise RefusedError(f"{path} is damaged: it must hold sections of settings")
-    tree, default = convert(tree), to_dict(Config())
+    tree = convert(tree)
+    default = defaults_of(tree)
     return {section: {**default.get(section, {}), **tree.get(section, {})} for section in {**default, **tree}}

@@ -76,9 +76,11 @@ class Record:
         environment: Mapping[str, Any],
         changed: Sequence[str] = (),
         lock: FileLock | None = None,
+        file: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = directory
         self._settings, self._environment, self._changed, self._lock = settings, environment, list(changed), lock
+        self._file = dict(settings if file is None else file)
         self.resumed: list[dict[str, Any]] = []
         unlocked = f"{directory} cannot be locked on this file system: keep other jobs out of it"
         self.notes = (*(f"not as before: {what}" for what in changed), *((unlocked,) if lock and not lock.held else ()))
@@ -99,9 +101,11 @@ class Record:
             resumed = [*resumed, {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changed": self._changed}]
         self.resumed = resumed
         if self._changed or not known.exists():
-            settings = absolute(self._settings)
+            given = self._file.pop("given", None)
+            settings: dict[str, Any] = absolute(self._file)
             # Leave to go on is given to one job: whoever takes this file for another one has to ask again.
             settings["run"] |= {"resume": False, "resume_inexact": False}
+            settings |= {} if given is None else {"given": given}
             publish(known, [yaml.safe_dump(settings, sort_keys=False).encode()])
         environment = {**self._environment, **({"resumed": resumed} if resumed else {})}
         publish(place, [json.dumps(environment, indent=1).encode() + b"\n"])

@@ -15,8 +15,9 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import TEXT_STRATEGIES, FreezeConfig, OptimizerConfig, StrategyConfig
-from hvfreeze.config.tree import Config
+from hvfreeze.config.section import CutConfig
+from hvfreeze.config.sections import FreezeConfig, OptimizerConfig
+from hvfreeze.config.tree import TEXT_STRATEGIES, Config
 from hvfreeze.data.views import blank, seen_shape
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
@@ -88,7 +89,7 @@ def example_images(context: BuildContext, *, rows: int) -> Tensor:
 
 def open_segments(
     context: BuildContext,
-    settings: StrategyConfig,
+    settings: CutConfig,
     measure: Callable[[], Sequence[float]],
     *,
     depth: int,
@@ -109,9 +110,7 @@ def open_segments(
     return cut_evenly(block_costs(context, settings, measure)[:depth], parts=parts)
 
 
-def block_costs(
-    context: BuildContext, settings: StrategyConfig, measure: Callable[[], Sequence[float]]
-) -> Sequence[float]:
+def block_costs(context: BuildContext, settings: CutConfig, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
     """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
     world, by = context.world, settings.cut_by
     if by in ("params", "count"):
@@ -144,7 +143,7 @@ def trained_segments(
     Raises:
         UsageError: there are too few blocks, --cut-at does not fit, or a segment has no parameters to train.
     """
-    settings, depth = config.strategy, len(chain.blocks)
+    settings, depth = CutConfig.of(config), len(chain.blocks)
     check_parts(config, parts, blocks=depth - first)
     if settings.cut_by == "given":
         segments = cut_at(settings.starts(), depth=depth, parts=parts, first=first)
@@ -192,13 +191,6 @@ def open_freezer(
     )
 
 
-def check_left_out(strategy: str, *settings: tuple[str, object, bool, str]) -> None:
-    """Refuse settings, each (flag, value, whether it fits, why it does not), that do not go with a strategy."""
-    for flag, value, fits, why in settings:
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy {strategy}: {why}")
-
-
 def check_parts(config: Config, parts: int, *, blocks: int) -> None:
     """Refuse more parts than there are blocks to share out."""
     if parts > blocks:
@@ -219,12 +211,12 @@ def check_parameters(chain: Chain, segments: Sequence[Segment], *, what: str = "
             )
 
 
-def check_not_tied(context: BuildContext, *, strategy: str) -> None:
+def check_not_tied(context: BuildContext, config: Config) -> None:
     """Refuse a model whose ends share parameters, where a strategy trains them apart."""
     if context.chain.tied:
         raise UsageError(
-            f"--strategy ({strategy}) must be {', '.join(TEXT_STRATEGIES)} with this model: its first and its last "
-            f"block share {context.chain.tied[0]}, which one rank must train as a whole"
+            f"--strategy ({config.strategy.strategy}) must be {', '.join(TEXT_STRATEGIES)} with this model: its first "
+            f"and its last block share {context.chain.tied[0]}, which one rank must train as a whole"
         )
 
 

@@ -20,12 +20,12 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.frozen_prefix import hold_still
-from hvfreeze.heads.kept_points import KeptPoints, PointStore
 from hvfreeze.heads.kernel import KernelHead
 from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
+from hvfreeze.heads.tasks import Classes
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -114,7 +114,6 @@ class FittedHead:
             expect=self.training.expect,
             width=layer.in_features,
             held_out=terms.held_out,
-            mirrored=self.training.images.mirrored,
             memory_bytes=memory_budget(self.world.local_size),
             sampled=terms.sampled if isinstance(layer, KernelHead) else None,
         )
@@ -122,10 +121,10 @@ class FittedHead:
             found = solve(
                 rows,
                 layer,
+                Classes(layer.out_features),
                 terms,
                 world=self.world,
                 centres=self.centres,
-                kept=self._kept_points(rows) if isinstance(layer, KernelHead) and not terms.trained else None,
                 stop=stop,
                 count=count,
             )
@@ -133,22 +132,6 @@ class FittedHead:
             self._exchanged_bytes += found.exchanged_bytes
             self._summary = {"head": found.summary()}
         return found
-
-    def _kept_points(self, rows: RowsOfBatches) -> KeptPoints | None:
-        """Return where the points of an untrained network's rows are kept, None where nothing is cached. Collective."""
-        terms = self.training.terms
-        if not terms.cacheable:
-            return None
-        store = PointStore(
-            directory=terms.costs.directory,
-            features=self.training.source.fingerprint([CUT]),
-            stop=terms.settings.cache_failure == "stop",
-            private=not terms.settings.cache_shared,
-            budget=terms.costs.budget,
-            owner=terms.owner,
-            say=terms.say,
-        )
-        return KeptPoints(rows, store, world=self.world)
 
     def settle(self) -> None:
         """Do nothing: every rank has the same features and the same head."""

@@ -159,7 +159,7 @@ def plan_run(run: Run) -> Plan:
 
     def batch_for(steps: Callable[[int], float]) -> int:
         """Return the largest batch with enough steps; a small one only where updates take less time than samples."""
-        if asked != default("batch_size") or not (sgd or many):
+        if "batch_size" in settings.given or not (sgd or many):
             return asked
         # Twice the batch at twice the rate where there are many samples (Goyal et al., 2017).
         sizes = [2 * BATCHES[0], *BATCHES] if many else list(BATCHES)

@@ -27,7 +27,7 @@ from hvfreeze.comm.resources import (
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded
 from hvfreeze.config.sections import AUTO, TEXT, DataConfig
-from hvfreeze.config.tree import Config, differing, to_dict
+from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
@@ -36,7 +36,7 @@ from hvfreeze.data.folders import Folders
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
-from hvfreeze.effects import BY_BATCH, Plan, without_effect
+from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
@@ -51,7 +51,7 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.progress import RunLogger, check_curves
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.choices import reads_images, replicas_of, rows_evaluated
+from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -133,7 +133,7 @@ def open_corpus(
             contents=contents,
             reading=reading_of(data),
             skip_bad=data.skip_bad,
-            context=data.window,
+            context=data.context,
         ),
         name="data",
     )
@@ -365,13 +365,13 @@ def load_share(
     return *feeds, found, notes_on_sharing(unshared)
 
 
-def prepare(config: Config, world: World, *, started: float | None = None, given: frozenset[str] = frozenset()) -> Job:
-    """Build a run from its configuration. For `started` and `given` see `run`. Collective.
+def prepare(config: Config, world: World, *, started: float | None = None) -> Job:
+    """Build a run from its configuration. For `started` see `run`. Collective.
 
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
     """
-    asked, given = config, given | differing(config)
+    asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
@@ -384,7 +384,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     directory = usable_directory(config, world, environment)
     raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
     corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
-    settings = to_dict(config)
+    settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     chain, notes = equal_model(config, world, blueprint)
@@ -394,7 +394,9 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
     # Last, so that a run that could not start leaves its directory as it was.
     job.record = raise_on_all_ranks(
         world,
-        lambda: open_record(directory, settings, environment=environment) if world.rank == 0 else NullRecord(),
+        lambda: (
+            open_record(directory, settings, environment=environment, file=file) if world.rank == 0 else NullRecord()
+        ),
         name="record",
     )
     job.logger.log_to(job.record.log)
@@ -413,7 +415,7 @@ def prepare(config: Config, world: World, *, started: float | None = None, given
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
         ),
-        *without_effect(plan, given),
+        *without_effect(plan),
         *crowding(world),
         *bound_apart(world),
         *rests,
@@ -431,7 +433,7 @@ def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> 
     is_open = (
         config.freeze.statistics == AUTO and config.model.weights != "none" and config.run.budget_seconds() is None
     )
-    is_plain = not config.freeze.auto and not config.head.solved and config.strategy.strategy not in BY_BATCH
+    is_plain = not config.freeze.auto and not config.head.solved and not config.strategy.batch_statistics
     has_norms = any(isinstance(module, _BatchNorm) for module in chain.model.modules())
     if not (is_open and is_plain and has_norms and batches < FEW_BATCHES):
         return config, []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config, leaves, to_dict
+from hvfreeze.config.tree import Config, convert, leaves, to_dict
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.checkpoint_file import Checkpoint, Saving, newest, open_checkpoint, packed, unpacked
 from hvfreeze.runs.clock import PHASES, train_seconds
@@ -372,8 +372,10 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     mine, theirs = identity(job.config), shared.get("run")
     if not isinstance(theirs, dict):
         raise RefusedError(f"the checkpoint {name} does not say of which run it is; start anew in another --run-dir")
-    # A setting that there was not yet when it was written has its default.
-    theirs = absolute_leaves({**{leaf: leaves()[leaf][1].default for leaf in mine}, **theirs})
+    theirs = convert(theirs)
+    # A setting that there was not yet when it was written, or that was null, has its default.
+    usual = {leaf: leaves()[leaf][1].default for leaf in mine}
+    theirs = absolute_leaves({leaf: usual[leaf] if theirs.get(leaf) is None else theirs[leaf] for leaf in mine})
     differing = [leaf for leaf in mine if theirs[leaf] != mine[leaf]]
     if differing:
         listed = "; ".join(f"{leaf}: {theirs[leaf]!r} there, {mine[leaf]!r} here" for leaf in differing)

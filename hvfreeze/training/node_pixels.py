@@ -19,7 +19,7 @@ from hvfreeze.data.folders import is_folder
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource
-from hvfreeze.strategies.choices import reads_images
+from hvfreeze.strategies.opening import reads_images
 
 
 def notes_on_sharing(refusal: str) -> list[str]:

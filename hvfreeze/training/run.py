@@ -17,7 +17,7 @@ from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
 from hvfreeze.config.sections import AUTO, TEXT
-from hvfreeze.config.tree import Config, did_you_mean, from_dict
+from hvfreeze.config.tree import Config, check_known, from_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -40,7 +40,7 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
 from hvfreeze.training.verbs import Run
-from hvfreeze.wording import plural
+from hvfreeze.wording import did_you_mean, plural
 
 
 def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def train(config: Config) -> dict[str, Any]:
     """
     if not isinstance(config, Config):
         raise UsageError(f"train: config must be a hvfreeze.Config, not {type(config).__name__}")
+    check_known(config, config.given)
     world = script_world(rests=False)
     report_errors(world)
     return run(config, world)
@@ -82,7 +83,6 @@ def run(
     *,
     asked: Sequence[int] = (),
     started: float | None = None,
-    given: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Train as `config` says and return summary.json's object, on every rank. Collective.
 
@@ -91,15 +91,13 @@ def run(
         world: all ranks of the job.
         asked: signals that asked this rank to leave before this call.
         started: `time.monotonic()` from which --time-budget counts; None is now.
-        given: settings that were asked for, by flag with underscores, beside those that are not the defaults: the user
-            is told which of them have no effect.
 
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
     """
     with noticing(signal.SIGUSR1) as came:
         came.extend(asked)
-        job = prepare(config, world, started=started, given=given)
+        job = prepare(config, world, started=started)
         with logging_its_end(job):
             return train_and_conclude(job, came)
 
@@ -168,7 +166,7 @@ def introduce(job: Job, *, resumed: bool) -> None:
     config, say = job.config, job.logger.info
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
-    say(f"model: {config.model.model} ({' | '.join(job.block_names)}), {weights} weights")
+    say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
     say(
         f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
         f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "

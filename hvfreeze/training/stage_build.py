@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from dataclasses import dataclass, replace
 from typing import cast
@@ -28,8 +27,8 @@ from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.segments import work_of
 from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
-from hvfreeze.strategies.choices import CHOICES
 from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
+from hvfreeze.strategies.opening import open_strategy
 from hvfreeze.training.budget import Work
 from hvfreeze.wording import plural
 
@@ -202,9 +201,7 @@ class Factory:
         context = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
         if part.solves:
             return Opened(part, open_fitted_head(context, settings), feed, chain, length)
-        module, _, function = CHOICES[settings.strategy.strategy].builder.partition(":")
-        strategy: Strategy = getattr(importlib.import_module(module), function)(context, settings)
-        opened = Opened(part, strategy, feed, chain, length)
+        opened = Opened(part, open_strategy(context, settings), feed, chain, length)
         opened.plan(settings.optimizer.epochs * opened.steps_per_epoch)
         return opened
 

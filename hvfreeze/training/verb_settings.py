@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hvfreeze.config.sections import AUTO, WEIGHT_DECAYS, HeadConfig
-from hvfreeze.config.tree import SOLVED, Config, leaves
+from hvfreeze.config.sections import AUTO, AUTO_DEFAULTS, HeadConfig, OptimizerConfig
+from hvfreeze.config.tree import SOLVED, Config
 
 
 def solving(config: Config) -> Config:
@@ -55,7 +55,7 @@ def with_sgd(config: Config, rate: float) -> Config:
     settings, freeze = config.optimizer, config.freeze
     if settings.optimizer != AUTO:
         return config
-    decay = WEIGHT_DECAYS["sgd"] if settings.weight_decay == WEIGHT_DECAYS[AUTO] else settings.weight_decay
+    decay = settings.weight_decay if "weight_decay" in config.given else OptimizerConfig().weight_decay
     sgd = replace(settings, optimizer="sgd", lr=rate, weight_decay=decay)
     statistics = "batch" if freeze.statistics == AUTO else freeze.statistics
     return replace(config, optimizer=sgd, freeze=replace(freeze, statistics=statistics))
@@ -86,4 +86,4 @@ def with_flips(config: Config, found: str | None) -> Config:
 
 def default(leaf: str) -> Any:
     """Return what a setting is in hvfreeze auto where it is not given."""
-    return leaves()[leaf][1].metadata["auto"]
+    return AUTO_DEFAULTS[leaf]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional
 
-from hvfreeze.config.tree import Config, flat, to_dict
+from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
@@ -287,7 +287,7 @@ class Run:
 
     def _named(self, settings: Config) -> dict[str, Any]:
         """Return the settings that are not the run's own, by flag."""
-        ours, theirs = (flat(to_dict(each), source="settings") for each in (self.settings, settings))
+        ours, theirs = settings_of(self.settings), settings_of(settings)
         return {name: value for name, value in theirs.items() if value != ours[name]}
 
     def _record(self, verb: str, *, tested: Any = None, images: int = 0, **found: Any) -> None:
@@ -343,7 +343,7 @@ def tell_fit(job: Job, fit: Solution) -> None:
     judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}" if held_out else ""
     job.logger.info(
         f"head fitted: {fit.rows} rows{centres}, ridge penalty {fit.penalty:.2g} (best of {len(fit.trials)}), "
-        f"{fit.steps} iterations{judged}{reached}"
+        f"{f'{fit.steps} iterations' if fit.steps else 'closed form'}{judged}{reached}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvfreeze.strategies.choices import CHOICES
+from hvfreeze.strategies.registry import STRATEGIES
 from tests.parallel import standing
 
 WORKERS = Path(__file__).with_name("workers")
@@ -35,9 +35,8 @@ PARTS = {
     "staged": Part((2,), (3, 4)),
     "cached": Part((2,), (1, 3, 4)),
     "solved": Part((3,), (1, 2)),
-    "kept_points": Part((), (1, 2, 3)),
     "updating": Part((3,), (1, 2, 4)),
-    **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in CHOICES},
+    **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
     "grid": Part((4,), (1, 2, 3)),
     "local_sgd": Part((3,), (1, 2, 4)),
     "local_critics": Part((3,), (1, 2, 4)),

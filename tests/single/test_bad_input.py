@@ -58,18 +58,12 @@ USAGE = [
     ("--partition dirichlet:nan", ["--partition (dirichlet:nan)"]),
     ("--shard-sizes 1,nan", ["--shard-sizes (1,nan)"]),
     ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "1 number, one for each shard", "shared-trunk"]),
-    ("--image-size 0", ["--image-size (0)"]),
     ("--model resnet19", ["resnet19", "did you mean", "resnet18"]),
     ("--model ../../resnet18", ["../../resnet18"]),
     ("--model alexnet", ["image size (32)", "alexnet", "63"]),
     ("--model vit_b_16 --image-size 40", ["image size (40)", "multiple of 16"]),
     ("--blocks conv1,nowhere", ["nowhere"]),
-    ("--freeze often", ["--freeze (often)", "gradient-norm"]),
-    ("--freeze static", ["--freeze (static)", "--cut"]),
-    ("--cut 2", ["--cut (2)", "--freeze", "static"]),
-    ("--freeze linear --cut 2", ["--cut (2)", "static"]),
     ("--freeze static --cut -1", ["--cut (-1)"]),
-    ("--time-budget soon", ["--time-budget (soon)", "90s"]),
     ("--time-budget 0s", ["--time-budget (0s)"]),
     ("--freeze static --cut 6", ["cut (6)", "0..5"]),
     ("--interval 0", ["--interval (0)"]),
@@ -83,7 +77,6 @@ USAGE = [
     ("--vote-weight 0,0", ["--vote-weight (0,0)", "not all 0"]),
     ("--strategy subnets --model mlp-16 --statistics kept", ["--statistics (kept)", "subnets"]),
     ("--shadow linear,sometimes", ["--shadow (sometimes)", "percentile"]),
-    ("--cache on", ["--cache (on)", "--augment", "views:K"]),
     ("--cache-limit plenty", ["--cache-limit (plenty)"]),
     ("--cache-dtype int8", ["--cache-dtype (int8)", "native"]),
 ]
@@ -94,8 +87,6 @@ AUTO_USAGE = [
     ("--cut 50 --time-budget 60s", ["--cut (50)", "0..5"]),
     ("--head-fit sgd --head last", ["--head-fit (sgd)", "exact"]),
     ("--auto-without tuning", ["--auto-without (tuning)", "votes"]),
-    ("--early-stop 2", ["'--early-stop'"]),
-    ("--mirror off", ["'--mirror'", "it is --flips now"]),
 ]
 
 

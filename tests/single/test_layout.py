@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ LEVELS = (
         "torch_imports",
         "torchvision_shim",
         "plain_load",
+        "plain_yaml",
     ),
     ("config",),
     ("model", "comm", "cache", "data", "runs"),
@@ -39,6 +41,7 @@ ALLOWED = {
         "errors",
         "user_code",
         "config",
+        "plain_yaml",
         "model",
         "data",
         "heads",
@@ -54,8 +57,9 @@ ALLOWED = {
     "user_code": {"errors"},
     "files": {"errors"},
     "plain_load": {"errors"},
+    "plain_yaml": set(),
     "torchvision_shim": set(),
-    "runs": {"errors", "files", "config", "wording", "plain_load"},
+    "runs": {"errors", "files", "config", "wording", "plain_load", "plain_yaml"},
     "optim": {"errors", "config"},
     "cli": {
         "errors",
@@ -121,7 +125,9 @@ def imports_of(text: str) -> list[str]:
 
 
 def home_of(module: str) -> str:
-    """The folder, or file, of hvfreeze that a module belongs to."""
+    """The folder, or file, of hvfreeze that a module belongs to; settings of strategies are a part of `config`."""
+    if re.fullmatch(r"hvfreeze\.strategies\.(\w+\.)?(settings|registry)(\..*)?", module):
+        return "config"
     return module.split(".")[1] if module.count(".") else "__init__"
 
 
@@ -161,7 +167,7 @@ def violations(tree: Sources) -> set[str]:
 
 def is_shared_by_strategies(path: str, module: str) -> bool:
     """Whether `module` is a file of strategies/ that its strategies share, or a part of the very same strategy."""
-    shared = ("base", "schedules", "build_parts", "compression_choice", "model_parallel", "rounds")
+    shared = ("base", "schedules", "build_parts", "compression_choice", "model_parallel", "rounds", "settings")
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]
     return name in shared or name == mine or name == STANDS_ON.get(mine)
 

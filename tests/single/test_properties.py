@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.config.tree import parse_plain_yaml
 from hvfreeze.data.folders import list_folders
 from hvfreeze.data.shards import apportion, plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.freezing.vote import ballot, deepest_supported, fixed_point
+from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.runs.reading import read_config, read_lines, read_object
 from tests.single.cache.material import write_file

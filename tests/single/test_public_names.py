@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,3 +84,16 @@ def test_train_raises_what_the_program_would_end_with(tmp_path: Path) -> None:
     with pytest.raises(hvfreeze.HvfreezeError) as refused:
         hvfreeze.train(config(tmp_path / "run"))
     assert refused.value.exit_code in (2, 3)
+
+
+def test_auto_takes_what_its_command_takes(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"epoch": 1}, "unknown setting 'epoch'; did you mean 'epochs'"),
+        ({"keep": "best"}, "unknown setting 'keep'"),
+        ({"eta_max": 0.1}, "--eta-max is unknown here"),
+        ({"data_dir": "photos"}, "--data-dir is unknown here"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            hvfreeze.auto("digits", **settings)
+    small: dict[str, Any] = {"model": "tests.kept.small_model:small", "train_samples": 60, "epochs": 1, "threads": 1}
+    assert hvfreeze.auto("digits", **small, quiet=True, run_dir=str(tmp_path / "run"))["verbs"]

@@ -14,7 +14,6 @@ from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.mesh import open_line, open_mesh
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import VOTE_WEIGHTS
 from hvfreeze.config.tree import Config
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import UsageError
@@ -30,7 +29,6 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
     block_costs,
-    check_left_out,
     check_not_tied,
     check_parameters,
     check_parts,
@@ -51,6 +49,7 @@ from hvfreeze.strategies.grid.partitioning import (
     sizes_of,
 )
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
+from hvfreeze.strategies.grid.settings import GridConfig
 from hvfreeze.strategies.grid.strategy import Grid
 
 
@@ -68,13 +67,13 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     def seconds() -> Sequence[float]:
         return trials[min(trials)].seconds
 
-    segments = open_segments(context, config.strategy, seconds, depth=len(chain.blocks), parts=facts.parts)
+    segments = open_segments(context, GridConfig.of(config), seconds, depth=len(chain.blocks), parts=facts.parts)
     raise_on_all_ranks(world, lambda: check_parameters(chain, segments, frozen=True), name="grid.segments")
-    costs = block_costs(context, config.strategy, seconds)
+    costs = block_costs(context, GridConfig.of(config), seconds)
     places = open_places(world, facts, observing=observes(config))
     boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
     introduce(context, facts, segments, boundaries[settings.batch_size])
-    if facts.repartitions and config.strategy.cut_by not in ("params", "count"):
+    if facts.repartitions and GridConfig.of(config).cut_by not in ("params", "count"):
         context.say(
             "grid: with --redeal on, where parts end changes last digits, and that is measured anew at each start: a "
             "run that is repeated or resumed may differ; --cut-by params or count is the same each time"
@@ -156,11 +155,10 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
     Raises:
         UsageError: settings do not fit each other, or the model.
     """
-    settings, rows = config.strategy, config.optimizer.batch_size
-    parts = settings.grid_parts(context.world.size)
-    check_settings(config)
+    settings, rows = GridConfig.of(config), config.optimizer.batch_size
+    parts = settings.ranks_per_replica(context.world.size)
     if parts > 1:
-        check_not_tied(context, strategy="grid")
+        check_not_tied(context, config)
     check_parts(config, parts, blocks=len(context.chain.blocks))
     number = settings.micro_batches or default_micro_batches(parts, rows=rows, repartitions=settings.redeals)
     if number > rows:
@@ -179,7 +177,7 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
         parts=parts,
         replicas=context.world.size // parts,
         micro_batches=number,
-        schedule=settings.pipeline or "1f1b",
+        schedule=settings.pipeline,
         cache=config.cache.cache,
         repartitions=settings.redeals,
     )
@@ -193,20 +191,6 @@ def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
     number = max(1, min(2 * parts, rows // 2))
     # As many lines as there were parts may come to share a batch.
     return max(parts, number // parts * parts) if repartitions else number
-
-
-def check_settings(config: Config) -> None:
-    """Refuse settings that do not go with a grid."""
-    optimizer, weight = config.optimizer, config.freeze.vote_weight
-    weight_fits = weight in VOTE_WEIGHTS or not config.strategy.redeals
-    kind = optimizer.compression.partition(":")[0]
-    check_left_out(
-        "grid",
-        ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
-        ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
-        ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
-        ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-    )
 
 
 class BlockTrial(NamedTuple):

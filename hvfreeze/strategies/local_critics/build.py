@@ -23,7 +23,6 @@ from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
-    check_left_out,
     check_not_tied,
     check_rows,
     example_images,
@@ -32,12 +31,11 @@ from hvfreeze.strategies.build_parts import (
 )
 from hvfreeze.strategies.local_critics.group import GroupPlan, LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, LinePlan
+from hvfreeze.strategies.local_critics.settings import LocalCriticsConfig
 from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.wording import plural
 
-PARTS = 4
-CRITIC_LR = 3e-4
 FORWARD_SHARE = 1 / 3
 """Of a block's operations in a step, where a backward pass has twice those of a forward pass."""
 
@@ -77,7 +75,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
             chain,
             exits.critics[number] if number < len(exits.critics) else None,
             settings,
-            critic_lr=config.strategy.critic_lr or CRITIC_LR,
+            critic_lr=LocalCriticsConfig.of(config).critic_lr,
         )
         for number in range(*plan.ranks[world.rank])
     ]
@@ -85,7 +83,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
     drop_elsewhere(exits, plan, rank=world.rank)
     wire = open_wire(world, [*LANES, *EVALUATION])
     return LocalCritics(
-        CriticFacts(cut=cut, critic_every=config.strategy.critic_every or 1, placed=placed),
+        CriticFacts(cut=cut, critic_every=LocalCriticsConfig.of(config).critic_every, placed=placed),
         exits,
         groups,
         Line(plan, world.rank, wire, boundaries, context.clock),
@@ -107,10 +105,9 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
         UsageError: settings do not fit each other, the model or the number of ranks.
     """
     chain, cut, rows = context.chain, config.freeze.cut or 0, config.optimizer.batch_size
-    check_settings(config)
-    check_not_tied(context, strategy="local-critics")
+    check_not_tied(context, config)
     check_rows(context, start=cut, rows=rows, asked=f"--batch-size ({rows})")
-    depth, parts, ranks = len(chain.blocks), config.strategy.parts or PARTS, context.world.size
+    depth, parts, ranks = len(chain.blocks), LocalCriticsConfig.of(config).parts, context.world.size
     if not 0 <= cut < depth:
         raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}: the head is never frozen")
     if parts < ranks:
@@ -122,20 +119,6 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed + 1)
         return add_exits(chain, starts[1:], example=images[:2], classes=len(context.corpus.train.classes))
-
-
-def check_settings(config: Config) -> None:
-    """Refuse settings that do not go with groups that learn by themselves."""
-    optimizer, freeze = config.optimizer, config.freeze
-    alone = "no rank has the gradients of another, or of the whole model"
-    check_left_out(
-        "local-critics",
-        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), f"{alone}, to vote by; choose none or static"),
-        ("shadow", freeze.shadow, not freeze.shadow_names(), f"no criterion is scored: {alone}"),
-        ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
-        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch updates at once"),
-    )
 
 
 def open_line_features(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
-from hvfreeze.config.sections import OptimizerConfig, StrategyConfig
+from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.segments import RunBlocks, block_seconds, drop_tensors
@@ -26,12 +26,12 @@ from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
+from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, TrunkFacts
 from hvfreeze.strategies.shared_trunk.tasks import (
     Labels,
     Task,
     check_depths,
-    check_settings,
     identity_of,
     read_files,
     read_labels,
@@ -51,12 +51,10 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         RefusedError: the task file cannot be read, or lacks labels; on all ranks.
     """
     world, chain, settings = context.world, context.chain, config.optimizer
-    check = partial(check_settings, config.freeze, settings, config.cache)
-    raise_on_all_ranks(world, check, name="trunk.settings")
-    raise_on_all_ranks(world, lambda: check_not_tied(context, strategy="shared-trunk"), name="trunk.tied")
-    tasks, labels = open_tasks(context, config.strategy, settings, seed=config.run.seed)
+    raise_on_all_ranks(world, lambda: check_not_tied(context, config), name="trunk.tied")
+    tasks, labels = open_tasks(context, SharedTrunkConfig.of(config), settings, seed=config.run.seed)
     raise_on_all_ranks(world, lambda: check_depths(tasks, chain), name="trunk.depths")
-    blocks, whole = len(chain.blocks), config.strategy.trunk == "whole"
+    blocks, whole = len(chain.blocks), SharedTrunkConfig.of(config).trunk == "whole"
     cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
     rows, asked = settings.batch_size, f"--batch-size ({settings.batch_size})"
     raise_on_all_ranks(world, lambda: check_rows(context, start=cut, rows=rows, asked=asked), name="trunk.rows")
@@ -70,7 +68,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     halves = Halves(chain, settings.precision)
     images = example_images(context, rows=settings.batch_size)
     boundaries = dry_run(halves.prefix, images, depth=depth)
-    plan = open_plan(context, config.strategy, tasks, halves.prefix, images, depth=depth)
+    plan = open_plan(context, SharedTrunkConfig.of(config), tasks, halves.prefix, images, depth=depth)
     place = plan.place_of(0 if whole else world.rank)
     segment = (0, 0) if place is None else plan.segments[place]
     cached = config.cache.cache != "off" and config.data.cacheable()
@@ -116,7 +114,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
 
 
 def open_tasks(
-    context: BuildContext, settings: StrategyConfig, optimizer: OptimizerConfig, *, seed: int
+    context: BuildContext, settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int
 ) -> tuple[list[Task], list[Labels]]:
     """Return the tasks and their labels; only rank 0 reads the files. Collective."""
     world, path = context.world, settings.tasks
@@ -131,7 +129,7 @@ def open_tasks(
 
 
 def open_plan(
-    context: BuildContext, settings: StrategyConfig, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
+    context: BuildContext, settings: SharedTrunkConfig, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
 ) -> LinePlan:
     """Return who computes what; with whole trunks each rank is a line of its own, with one place. Collective."""
     world, blocks = context.world, len(context.chain.blocks)
@@ -142,7 +140,7 @@ def open_plan(
         return LinePlan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
     seconds = partial(block_seconds, run, images, depth=depth)
     segments = open_segments(context, settings, seconds, depth=depth, parts=world.size, fewer=True)
-    return LinePlan(segments, depths, tuple(map(tuple, shares)), settings.labels or "replay")
+    return LinePlan(segments, depths, tuple(map(tuple, shares)), settings.labels)
 
 
 def is_exact(halves: Halves, context: BuildContext, depth: int) -> bool:

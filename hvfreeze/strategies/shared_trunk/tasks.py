@@ -33,15 +33,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.config.sections import CacheConfig, FreezeConfig, OptimizerConfig, StrategyConfig
-from hvfreeze.config.tree import MOST_BYTES, parse_plain_yaml
+from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.folders import meant_by
 from hvfreeze.data.images import FileSource
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.strategies.build_parts import check_left_out
+from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
+from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.wording import plural
 
 LOSSES = ("cross-entropy", "balanced")
@@ -125,7 +125,7 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 def tasks_of(
-    settings: StrategyConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: tuple[str, str]
+    settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: tuple[str, str]
 ) -> list[Task]:
     """Return the run's tasks in order, with the learning rate and seeds from `seed` on unless they say otherwise.
 
@@ -136,7 +136,7 @@ def tasks_of(
     """
     lr = optimizer.lr
     given = optimizer.head_rates() or [lr]
-    blocks = settings.head_blocks or 1
+    blocks = settings.head_blocks
     if settings.tasks is None:
         count = settings.heads or ranks
         rates = given * count if len(given) == 1 else given
@@ -188,18 +188,6 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
         raise refuse(f"loss ({loss}) must be one of {', '.join(LOSSES)}")
     column = str(entry.get("column", name)) if table else ""
     return Task(name=name, column=column, blocks=blocks, lr=float(lr), seed=seed, loss=loss)
-
-
-def check_settings(freeze: FreezeConfig, optimizer: OptimizerConfig, cache: CacheConfig) -> None:
-    """Refuse settings that do not go with a shared trunk."""
-    check_left_out(
-        "shared-trunk",
-        ("freeze", freeze.freeze, freeze.freeze == "none", "the trunk is frozen from the start, and stays so"),
-        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "no gradient travels"),
-        ("mixup", optimizer.mixup, optimizer.mixup == 0, "the line computes features of samples, not of pairs"),
-        ("cache-shared", cache.cache_shared, not cache.cache_shared, "every rank keeps the features of its own heads"),
-    )
 
 
 def check_depths(tasks: list[Task], chain: Chain) -> None:

@@ -17,10 +17,11 @@ from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, work_of
 from hvfreeze.optim import Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.build_parts import check_left_out, check_rows, example_images, trained_segments
+from hvfreeze.strategies.build_parts import check_rows, example_images, trained_segments
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.schedules import ring_period
 from hvfreeze.strategies.stale_ring.module import RingModule
+from hvfreeze.strategies.stale_ring.settings import StaleRingConfig
 from hvfreeze.strategies.stale_ring.strategy import EVALUATION, LANES, RingFacts, StaleRing
 from hvfreeze.wording import plural
 
@@ -78,18 +79,17 @@ def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts
     Raises:
         UsageError: settings do not fit each other or the model.
     """
-    check_settings(config)
     rows = config.optimizer.batch_size
     check_rows(context, start=0, rows=rows, asked=f"--batch-size ({rows})")
-    settings, chain = config.strategy, context.chain
-    parts, given = settings.ring_parts(context.world.size), settings.stale_after
+    settings, chain = StaleRingConfig.of(config), context.chain
+    parts, given = settings.modules(context.world.size), settings.stale_after
     return RingFacts(
         segments=trained_segments(
             config, chain, work_of(chain, images), parts=parts, by_compute=cut_for_ring, what="module"
         ),
         stale_after=context.corpus.plan.batches_per_epoch // WARM_UP if given is None else given,
         tied=chain.tied,
-        tied_gradient=settings.tied_gradient or "sum",
+        tied_gradient=settings.tied_gradient,
     )
 
 
@@ -110,21 +110,6 @@ def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
 
     starts = min(combinations(range(1, depth), parts - 1), key=price)
     return tuple(pairwise((0, *starts, depth)))
-
-
-def check_settings(config: Config) -> None:
-    """Refuse settings that do not go with gradients that are some steps old."""
-    optimizer, freeze = config.optimizer, config.freeze
-    check_left_out(
-        "stale-ring",
-        ("freeze", freeze.freeze, freeze.freeze == "none", "the first module trains to the end, with the last one"),
-        ("shadow", freeze.shadow, not freeze.shadow_names(), "no criterion is scored"),
-        ("cache", config.cache.cache, config.cache.cache != "on", "nothing is frozen whose output could be kept"),
-        ("mixup", optimizer.mixup, optimizer.mixup == 0, "samples come in as they are"),
-        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-        ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch goes around the ring alone"),
-        ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-    )
 
 
 def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[TensorLayout]) -> None:

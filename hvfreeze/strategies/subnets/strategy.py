@@ -36,10 +36,10 @@ from hvfreeze.model.segments import tensors_of
 from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, not_finite
-from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import joined, open_replicas
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 from hvfreeze.strategies.subnets.dealing import DEALT, LANES, RETURNED, SEEN, WHOLE, Deal, Exchange, Table, deal, put
+from hvfreeze.strategies.subnets.settings import SubnetsConfig
 
 
 class Place(NamedTuple):
@@ -75,7 +75,7 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     piece = Piece(narrow, settings, head)
     exchange = Exchange(table, place.mlp, narrow, open_wire(world, LANES), rank=world.rank)
     exchange.give_up_whole()
-    rounds = Rounds(world, config.strategy.steps_alone)
+    rounds = Rounds(world, SubnetsConfig.of(config).local_steps)
     widths = " and ".join(map(str, table.hand_sizes(0)))
     context.say(
         f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons a rank, dealt anew every "
@@ -101,7 +101,6 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
 
 def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
     """Return where the MLP is; refuse settings that do not go with subnets, and models that do not."""
-    freeze, optimizer = config.freeze, config.optimizer
     found = mlp_of(chain.model)
     if found is None:
         raise UsageError(
@@ -110,15 +109,9 @@ def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
         )
     name, mlp = found
     cut = len(chain.blocks) - 1 if name else 0
-    check_left_out(
-        "subnets",
-        ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
-        ("cut", freeze.cut, freeze.cut in (None, cut), "all blocks before the MLP are frozen"),
-        ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
-        ("statistics", freeze.statistics, freeze.statistics != "kept", "each rank normalises its own batches"),
-        ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-        ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
-    )
+    if config.freeze.cut not in (None, cut):
+        why = "all blocks before the MLP are frozen"
+        raise UsageError(f"--cut ({config.freeze.cut}) must be left out with --strategy subnets: {why}")
     least = min(mlp.widths)
     if least < ranks:
         flag, value = ("head", config.head.head) if name else ("model", config.model.model)

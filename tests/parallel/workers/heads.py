@@ -14,9 +14,10 @@ from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import linear
 from hvfreeze.heads.kernel import KernelFit, fit_kernel
-from hvfreeze.heads.linear import HeadFit, fit_softmax
+from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
-from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table, sides
+from hvfreeze.heads.tasks import Classes
+from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table
 
 
 def shares(size: int, total: int) -> dict[str, list[int]]:
@@ -43,7 +44,7 @@ def digest(fit: HeadFit) -> str:
 def fit(world: World) -> dict[str, Any]:
     table = labelled_table()
     # Of so many rows the penalty is chosen on a part.
-    with patch.multiple(fitting, MOST_COMPARED=len(table[1]) // 2, MOST_FACTORED_ROWS=0):
+    with patch.object(fitting, "FEW", len(table[1]) // 2):
         return {"found": fits(world, table), "refused": refusals(world, table), "decided": decisions(world)}
 
 
@@ -52,10 +53,12 @@ def fits(world: World, table: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
     found = {}
     for name, split in shares(world.size, len(table[1])).items():
         rows = mine(world, split, table)
-        pair = [fit_softmax(rows, classes=CLASSES, world=world, penalties=[PENALTY], tolerance=2e-5) for _ in range(2)]
+        pair = [
+            fit_linear(rows, task=Classes(CLASSES), world=world, penalties=[PENALTY], tolerance=2e-5) for _ in range(2)
+        ]
         digests = world.allgather_object([digest(fit) for fit in pair], name="digests")
         assert len({d for both in digests for d in both}) == 1, f"{name}: ranks or repetitions differ: {digests}"
-        chosen = fit_softmax(rows, classes=CLASSES, world=world)
+        chosen = fit_linear(rows, task=Classes(CLASSES), world=world)
         assert len(set(world.allgather_object(digest(chosen), name="chosen"))) == 1, name
         found[name] = {
             "coefficients": pair[0].coefficients.tolist(),
@@ -72,22 +75,22 @@ def fits(world: World, table: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
 def compared(world: World, rows: RowsInMemory, name: str) -> dict[str, Any]:
     """Return what a head that compares rows answers to this rank's, in this rank's order, gathered in rank order."""
     fits = [
-        fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=kept, penalties=[0.1], tolerance=1e-6)
+        fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=kept, penalties=[0.1], tolerance=1e-6)
         for kept in (2**30, 0)
     ]
-    chosen = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=2**30)
+    chosen = fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=2**30)
     digests = [digest_of(fit) for fit in (*fits, chosen) if fit is not None]
     assert digests[0] == digests[1], f"{name}: lines that are kept and lines that are not give other bits"
     assert len(set(world.allgather_object(tuple(digests), name="compared"))) == 1, f"{name}: ranks differ"
     some = [
-        fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=kept, penalties=[0.1], centres=CENTRES)
+        fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=kept, penalties=[0.1], centres=CENTRES)
         for kept in (2**30, 300_000, 0)
     ]
     assert some[0] is not None
     alike = {digest_of(fit) for fit in some if fit is not None}
     assert len({one for theirs in world.allgather_object(alike, name="some") for one in theirs}) == 1, name
     last = world.size - 1
-    stops = fit_kernel(rows, classes=CLASSES, world=world, memory_bytes=0, watch=lambda note: world.rank == last)
+    stops = fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=0, watch=lambda note: world.rank == last)
     assert stops is None, "one rank's wish ends it on all"
     assert fits[0] is not None and chosen is not None
     said, some_said = (world.allgather_object(fit.answers.tolist(), name="said") for fit in (fits[0], some[0]))
@@ -104,30 +107,27 @@ def digest_of(fit: KernelFit) -> str:
 
 
 def decisions(world: World) -> dict[str, Any]:
-    """Return what heads decide about samples and mirror images that are dealt out to all ranks, one of them damaged."""
-    features, labels = sides(240, seed=1, matters=True)
+    """Return what heads of few and of many rows do where one of the samples of all ranks is damaged."""
+    features, labels, _ = labelled_table(240)
     features[100] *= 1e6
     # The last of several ranks has none.
     dealing = max(1, world.size - 1)
     own = torch.arange(240)[torch.arange(240) % dealing == world.rank]
-    views = torch.cat([features[own, 0], features[own, 1]])
-    held_out, mirrored = (own % 10 == 0).repeat(2), torch.arange(2 * len(own)) >= len(own)
-    rows = RowsInMemory(views, labels[own].repeat(2), held_out, own.repeat(2), mirrored)
+    rows = RowsInMemory(features[own].repeat(2, 1), labels[own].repeat(2), (own % 10 == 0).repeat(2), own.repeat(2))
     told = {}
     for few in (True, False):
-        most = 1000 if few else 0
-        with patch.object(fitting, "MOST_LEFT_OUT", most), patch.object(linear, "FEW_ROWS", most):
-            compared = fit_kernel(rows, classes=2, world=world, memory_bytes=2**30, compare_mirrored=True)
-            separated = fit_softmax(rows, classes=2, world=world, compare_mirrored=True)
+        most = 1000 if few else 100
+        with patch.object(fitting, "FEW", most), patch.object(linear, "FEW_ROWS", most):
+            compared = fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=2**30)
+            separated = fit_linear(rows, task=Classes(CLASSES), world=world)
         for name, fit in (("kernel", compared), ("linear", separated)):
-            assert fit is not None and fit.mirror is not None
+            assert fit is not None
             digests = world.allgather_object(
                 repr(fit.summary()) + str(fit.weight.double().sum().item()), name="decided"
             )
             assert len(set(digests)) == 1, f"{name}: ranks differ"
-            assert fit.used.equal(~mirrored & (own.repeat(2) != 100)), f"{name}: other rows were used"
-            trial = fit.mirror
-            told[f"{name}, {'few' if few else 'many'}"] = [fit.rows, list(fit.left_out), trial.taken, trial.samples]
+            assert fit.used.equal(own.repeat(2) != 100), f"{name}: other rows were used"
+            told[f"{name}, {'few' if few else 'many'}"] = [fit.rows, list(fit.left_out)]
     return told
 
 
@@ -138,16 +138,16 @@ def refusals(world: World, table: tuple[Tensor, Tensor, Tensor]) -> list[str]:
     features, labels, held_out = (column.clone() for column in table)
     features[-1, 3] = torch.nan
     try:
-        fit_softmax(mine(world, split, (features, labels, held_out)), classes=CLASSES, world=world)
+        fit_linear(mine(world, split, (features, labels, held_out)), task=Classes(CLASSES), world=world)
     except NumericsError as error:
         met.append(str(error))
     try:
         rows = mine(world, split, (table[0], labels, torch.zeros_like(held_out)))
-        fit_softmax(rows, classes=CLASSES, world=world)
+        fit_linear(rows, task=Classes(CLASSES), world=world)
     except UsageError as error:
         met.append(str(error))
     try:
-        fit_softmax(RowsInMemory(*(column[:0] for column in table)), classes=CLASSES, world=world)
+        fit_linear(RowsInMemory(*(column[:0] for column in table)), task=Classes(CLASSES), world=world)
     except UsageError as error:
         met.append(str(error))
     return met

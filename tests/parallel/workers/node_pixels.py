@@ -21,14 +21,17 @@ import torch
 
 from hvfreeze.comm import node_memory
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig, StrategyConfig
+from hvfreeze.config.section import StrategyConfig
+from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed
 from hvfreeze.data.cifar import ARCHIVES, read_archive
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.errors import RefusedError
-from hvfreeze.strategies.choices import replicas_of
+from hvfreeze.strategies.opening import replicas_of
+from hvfreeze.strategies.settings import ReplicasConfig
+from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.training import build, node_pixels
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
@@ -124,11 +127,11 @@ def fetched(inputs: Inputs, ids: np.ndarray) -> np.ndarray:
 
 
 def check_images_that_all_ranks_read_are_decoded_once(world: World) -> None:
-    decode_once(world, "global", StrategyConfig())
+    decode_once(world, "global", ReplicasConfig())
 
 
 def check_images_that_the_ranks_of_a_replica_read_are_decoded_once(world: World) -> None:
-    decode_once(world, "shard", StrategyConfig(strategy="shared-trunk", trunk="whole"))
+    decode_once(world, "shard", SharedTrunkConfig(trunk="whole"))
 
 
 def decode_once(world: World, shuffle: str, strategy: StrategyConfig) -> None:

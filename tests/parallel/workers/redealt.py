@@ -37,7 +37,8 @@ class Redealt(Trial):
         shares = self.world.size // parts
         settings: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "lr": LR, **GEOMETRIC}
         # Every epoch has all samples.
-        settings |= {"train_samples": STEPS * BATCH * shares * 5 // 4, "augment": "none", "cache_failure": "stop"}
+        settings |= {"train_samples": STEPS * BATCH * shares * 5 // 4, "augment": "none"}
+        settings |= {"cache_failure": "stop"} if "cache" in changes else {}
         return self.grid(name, (parts, shares, MICRO_BATCHES[parts]), **{**settings, **changes})
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import nn
 from hvfreeze.comm import reducer
 from hvfreeze.comm.replica_sync import parameter_digest
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.config.tree import Config, applying, from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import Preempted
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
@@ -55,7 +55,9 @@ def configuration(directory: Path, size: int, **changes: Any) -> Config:
         "threads": 1,
         "run_dir": str(directory),
     }
-    return from_dict({**base, **changes})
+    # What a fitted head has no use for.
+    known = applying({**base, **changes})
+    return from_dict({**{name: value for name, value in base.items() if name in known}, **changes})
 
 
 class Runs:
@@ -72,9 +74,10 @@ class Runs:
         self.world, self.root, self.settings, self.more = world, root, settings, more
 
     def __call__(self, name: str, **changes: Any) -> dict[str, Any]:
-        """Make a run in the directory `name`; return its summary."""
+        """Make a run in the directory `name`; return its summary. A change to None leaves a setting out."""
         given = {"threads": 1, "run_dir": str(self.root / name), **self.settings, **changes}
-        return run(from_dict(given), self.world, **self.more)
+        left_out = [setting for setting, value in changes.items() if value is None]
+        return run(from_dict({key: given[key] for key in given if key not in left_out}), self.world, **self.more)
 
     def numbers(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of a run's record, but for what is measured by the clock."""

@@ -27,7 +27,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lr": 0.002,
         "head_lr": "0.01",
         "no_decay_norms": True,
-        "signal": "averaged",
         **KEPT,
     },
     "lars": {"optimizer": "lars", "lr": 2.0, "label_smoothing": 0.1, "clip_grad": 0.5},

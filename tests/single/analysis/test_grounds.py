@@ -49,12 +49,12 @@ def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() 
     assert planned[9].name == "counting-auto-s0"
     site = Site(work=Path("work"), data_dir=Path("/data"), weights=Path("/kept/resnet18-cifar100-32px-fp16.pt"))
     command = command_of(planned[0], site, Path("work/a"))
-    assert command[command.index("--data-dir") + 1] == "/data/photographs"
+    assert command[command.index("auto") + 1] == "/data/photographs"
     assert command[command.index("--weights") + 1] == "/kept/efficientnet-lite0-imagenet-fp16.pt"
     few = [run for run in planned if run.label.startswith("few-counting-") and run.seed == planned[0].seed]
     assert [run.label.rpartition("-")[2] for run in few] == ["auto", "auto1", "full", "full16"]
     command = command_of(few[0], site, Path("work/a"))
-    assert command[command.index("--data-dir") + 1] == "/data/counting"
+    assert command[command.index("auto") + 1] == "/data/counting"
     assert command[command.index("--train-samples") + 1] == "600"
     plain = command_of(Preset().run("a", 0), site, Path("work/a"))
     assert plain[plain.index("--data-dir") + 1] == "/data"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import yaml
 
 from hvfreeze.cli import COMMANDS, build_parser, parse
 from hvfreeze.config.flags import configuration
-from hvfreeze.config.tree import Config, flat, leaves, to_dict
+from hvfreeze.config.tree import Config, fields_of, leaves, settings_of, to_file
+from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import ROOT
 
 HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.comm", "hvfreeze.training")
@@ -22,24 +24,60 @@ def test_help_comes_without_loading_torch(arguments: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "hvfreeze", *arguments]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     loaded = [line.rpartition("|")[2].strip() for line in said.stderr.splitlines()]
-    assert "hvfreeze.config.flags" in loaded
+    assert "hvfreeze.cli" in loaded
     assert not set(HEAVY) & set(loaded)
     assert "hvfreeze" in said.stdout
 
 
-def test_every_leaf_is_a_flag_with_its_text_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+def shown(capsys: pytest.CaptureFixture[str], command: str) -> str:
     with pytest.raises(SystemExit):
-        parse(["train", "--help"])
+        parse(command.split())
     # Lines are broken at hyphens too.
-    said = "".join(capsys.readouterr().out.split())
+    return "".join(capsys.readouterr().out.split())
+
+
+def test_every_setting_is_a_flag_with_its_text_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown(capsys, "train --help-all")
     for name, (_, leaf, _) in leaves().items():
         assert "--" + name.replace("_", "-") in said
-        assert "".join(leaf.metadata["help"].split()) in said, name
-    assert (
-        "atenthat50%and75%" in said
-        and "[0.9;with--strategysubnets:0.0]" in said
-        and "[10;with--freezeauto:16;with--strategystale-ring:1]" in said
-    )
+        assert "".join(leaf.metadata["help"].split()) in said or name in ("strategy", *OWN), name
+    assert "atenthat50%and75%" in said and "cosine[constant]" in said
+
+
+OWN = {name for kind in STRATEGIES.values() for name in fields_of(kind)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "there", "absent"),
+    [
+        (
+            "",
+            "--strategy --freeze --cache --lr",
+            "--parts --interval --cut --cache-dir --pool --auto-without --context",
+        ),
+        ("--strategy grid", "--parts --pipeline --cut-by", "--heads --local-steps --cut-at"),
+        ("--freeze coherence", "--interval --min-gain", "--eta-max --cut"),
+        ("--freeze=static", "--cut", "--interval"),
+        ("--cache on", "--cache-dir", "--interval"),
+        ("--head-fit kernel", "--centres --pool", "--lr --schedule"),
+        ("--strategy nowhere", "--freeze", "--parts"),
+    ],
+)
+def test_help_shows_what_the_choices_on_the_line_have(
+    capsys: pytest.CaptureFixture[str], flags: str, there: str, absent: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train", *flags.split(), "--help"])
+    said = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert set(there.split()) <= said and not set(absent.split()) & said
+
+
+def test_the_help_of_auto_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(["auto", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 40
+    assert "--auto-without" in shown(capsys, "auto --help-all")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
@@ -59,7 +97,7 @@ def test_no_flags_are_the_defaults() -> None:
 
 def test_a_runs_file_is_for_another_run_unless_that_one_goes_on(tmp_path: Path) -> None:
     saved, own = tmp_path / "config.yaml", tmp_path / "own.yaml"
-    saved.write_text(yaml.safe_dump(to_dict(configuration(parse(["train", "--run-dir", "a"])))))
+    saved.write_text(yaml.safe_dump(to_file(configuration(parse(["train", "--run-dir", "a"])))))
     own.write_text("run_dir: a\n")
     for file, more, directory in (
         (saved, [], None),
@@ -76,7 +114,7 @@ def test_a_run_that_goes_on_has_the_settings_it_began_with_but_for_flags(tmp_pat
 
     begun = settings("--lr", "0.02", "--epochs", "3", "--freeze", "coherence", "--quiet")
     assert settings("--resume").optimizer.lr == 0.1, "nothing has begun"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(begun.resolved())))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_file(begun.resolved())))
     resumed = settings("--resume", "--epochs", "5")
     assert (resumed.optimizer.lr, resumed.optimizer.epochs, resumed.freeze.freeze) == (0.02, 5, "coherence")
     assert resumed.run.resume and resumed.run.run_dir == str(tmp_path) and not resumed.run.quiet
@@ -103,8 +141,10 @@ SAVED: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("auto", {"epochs": 16, "cut": None, "head_fit": "exact", "augment": "none"}),
         ("--head-fit sgd --head last", {"freeze": "none", "cut": None, "epochs": 10}),
     ],
-    "--strategy subnets --freeze-warmup 7": [
-        ("--strategy replicas", {"model": "mlp", "momentum": 0.9, "freeze_warmup": 7})
+    "--strategy subnets": [("--strategy replicas", {"model": "mlp", "momentum": 0.9})],
+    "--strategy grid --parts 1 --freeze linear --interval 7": [
+        ("--strategy replicas", {"interval": 7, "freeze": "linear"}),
+        ("--freeze none", {"interval": None, "parts": 1}),
     ],
     "--strategy stale-ring": [("--strategy replicas", {"data": "text", "model": "tiny-lm", "epochs": 10, "lr": 0.1})],
     "--freeze static --cut 1 --epochs 1": [
@@ -126,7 +166,7 @@ def command_of(flags: str, *, command: str = "train", auto: str = "auto") -> lis
 @pytest.mark.parametrize("first", SAVED)
 def test_what_followed_from_a_changed_setting_of_a_saved_run_is_worked_out_anew(tmp_path: Path, first: str) -> None:
     saved = configuration(parse(command_of(first, auto="auto digits"))).resolved()
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(saved)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_file(saved)))
 
     def again(flags: str) -> Config:
         command = "auto" if first.startswith("auto") else "train"
@@ -135,7 +175,7 @@ def test_what_followed_from_a_changed_setting_of_a_saved_run_is_worked_out_anew(
 
     assert again("") == saved
     for flags, wanted in SAVED[first]:
-        made = flat(to_dict(again(flags)), source="")
+        made = settings_of(again(flags))
         assert {name: made[name] for name in wanted} == wanted, flags
 
 

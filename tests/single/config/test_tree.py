@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,29 @@ import torch
 import yaml
 
 import hvfreeze
-from hvfreeze.config import tree
-from hvfreeze.config.sections import DataConfig, OptimizerConfig, RunConfig, Section
-from hvfreeze.config.tree import DEEPEST, MOST_BYTES, Config, from_dict, leaves, parse_plain_yaml, read_yaml, to_dict
+from hvfreeze.config.section import Section, StrategyConfig
+from hvfreeze.config.sections import DataConfig, OptimizerConfig, RunConfig
+from hvfreeze.config.tree import (
+    Config,
+    fields_of,
+    from_dict,
+    leaves,
+    read_yaml,
+    sections,
+    to_dict,
+)
 from hvfreeze.errors import UsageError
+from hvfreeze.plain_yaml import DEEPEST, MOST_BYTES, parse_plain_yaml
+from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 
 
 def test_leaves_have_names_of_their_own_and_a_text_each() -> None:
-    parts = [dataclasses.fields(part.default_factory) for part in dataclasses.fields(Config)]  # type: ignore[arg-type]
-    names = [leaf.name for part in parts for leaf in part]
-    assert len(set(names)) == len(names) == len(leaves())
-    assert all(leaf.metadata["help"] for part in parts for leaf in part)
+    kinds = [kind for name, kind in sections().items() if name != "strategy"]
+    names = [leaf.name for kind in (*kinds, StrategyConfig) for leaf in dataclasses.fields(kind)]
+    own = {name for kind in STRATEGIES.values() for name in fields_of(kind)}
+    assert len(set(names)) == len(names) and own & {*names} == {"strategy"} and own | {*names} == set(leaves())
+    assert all(leaf.metadata["help"] for _, leaf, _ in leaves().values())
 
 
 def test_a_configuration_survives_being_a_dict() -> None:
@@ -38,21 +49,21 @@ def test_strategies_are_known_by_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": 3}, r"--heads \(3\) must be used with --strategy shared-trunk only"),
-        ({"cut_by": "params"}, r"--cut-by \(params\) must be used with --strategy"),
+        ({"heads": 3}, "--heads is unknown here: it belongs to --strategy shared-trunk"),
+        ({"cut_by": "params"}, "--cut-by is unknown here: it belongs to --strategy shared-trunk or grid"),
         ({"strategy": "shared-trunk", "heads": 0}, "--heads"),
         ({"strategy": "shared-trunk", "heads": 2, "tasks": "t.csv"}, "left out with --tasks"),
-        ({"strategy": "shared-trunk", "tasks": "t.csv", "head_lr": "0.1"}, "left out with --tasks"),
+        ({"strategy": "shared-trunk", "tasks": "t.csv", "head_lr": "0.1"}, "--head-lr .* left out"),
         ({"strategy": "shared-trunk", "head_blocks": 0}, "--head-blocks"),
         ({"strategy": "shared-trunk", "labels": "carry"}, r"--labels \(carry\) must be one of ride"),
         ({"strategy": "shared-trunk", "cut_by": "given"}, "--cut-at"),
         ({"strategy": "shared-trunk", "cut_at": "2"}, "--cut-at"),
-        ({"strategy": "shared-trunk", "parts": 2}, r"--parts \(2\) must be used with --strategy grid or local-critics"),
-        ({"strategy": "grid", "critic_every": 2}, r"--critic-every \(2\) must be used with --strategy local-critics"),
+        ({"strategy": "shared-trunk", "parts": 2}, "--parts is unknown here: it belongs to --strategy grid or local-c"),
+        ({"strategy": "grid", "critic_every": 2}, "--critic-every is unknown here: it belongs to --strategy local-c"),
         ({"strategy": "local-critics", "critic_every": 0}, r"--critic-every \(0\) must be at least 1"),
         ({"strategy": "local-critics", "critic_lr": 0.0}, r"--critic-lr \(0.0\) must be a positive number"),
-        ({"strategy": "grid", "heads": 2}, r"--heads \(2\) must be used with --strategy shared-trunk only"),
-        ({"pipeline": "1f1b"}, r"--pipeline \(1f1b\) must be used with --strategy grid only"),
+        ({"strategy": "grid", "heads": 2}, "--heads is unknown here"),
+        ({"pipeline": "1f1b"}, "--pipeline is unknown here: it belongs to --strategy grid"),
         ({"strategy": "grid", "pipeline": "2f2b"}, r"--pipeline \(2f2b\) must be one of fill-drain, 1f1b"),
         ({"strategy": "grid", "micro_batches": 0}, r"--micro-batches \(0\) must be in"),
         ({"strategy": "shared-trunk", "cut_by": "given", "cut_at": "1.5"}, "whole numbers"),
@@ -67,12 +78,12 @@ def test_a_strategys_flags_are_its_own_and_checked(settings: dict[str, Any], mes
 def test_a_strategys_flags_are_taken() -> None:
     given = {"strategy": "shared-trunk", "heads": 2, "head_lr": "0.1,0.2", "cut_by": "given", "cut_at": 2}
     config = from_dict(given)
-    assert config.optimizer.head_rates() == [0.1, 0.2] and config.strategy.starts() == [2]
+    assert config.optimizer.head_rates() == [0.1, 0.2] and SharedTrunkConfig.of(config).starts() == [2]
 
 
 def test_a_grid_is_as_large_as_its_ranks() -> None:
     def parts(ranks: int, **given: int) -> int:
-        return from_dict({"strategy": "grid", **given}).strategy.grid_parts(ranks)
+        return from_dict({"strategy": "grid", **given}).strategy.ranks_per_replica(ranks)
 
     assert (parts(1), parts(3), parts(4, replicas=2), parts(4, parts=1), parts(6, parts=3, replicas=2)) == (
         1,
@@ -88,18 +99,13 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
     assert from_dict({"strategy": "local-critics"}).resolved().model.blocks == "residual"
 
 
-def test_a_strategy_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = leaves()
-    section, leaf, kind = known["accumulate"]
-    own = SimpleNamespace(name="accumulate", metadata={**leaf.metadata, "by_strategy": {"grid": 3}})
-    monkeypatch.setattr(tree, "leaves", lambda: {**known, "accumulate": (section, own, kind)})
-    found = [from_dict(given).optimizer.accumulate for given in ({}, {"strategy": "grid"})]
-    assert found == [1, 3]
-    assert from_dict({"strategy": "grid", "accumulate": 2}).optimizer.accumulate == 2
+def test_a_strategy_has_defaults_of_its_own() -> None:
+    assert [from_dict(given).optimizer.momentum for given in ({}, {"strategy": "subnets"})] == [0.9, 0.0]
+    assert from_dict({"strategy": "subnets", "momentum": 0.5}).optimizer.momentum == 0.5
 
 
 def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_file() -> None:
-    resolved = from_dict({"head": "multi-level", "head_fit": "exact", "augment": "none", "epochs": 7}).resolved()
+    resolved = from_dict({"head": "multi-level", "head_fit": "exact", "augment": "none"}).resolved()
     assert (resolved.optimizer.epochs, resolved.freeze.freeze, resolved.freeze.cut) == (1, "static", 1)
     assert from_dict(to_dict(resolved)).resolved() == resolved
     assert Config().resolved() == from_dict({"blocks": "stage"})
@@ -120,6 +126,7 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
         ({"freeze": "linear"}, r"--freeze \(linear\) must be left out with --head-fit exact"),
         ({"head": "last", "head_fit": "kernel"}, r"--head \(last\) must be multi-level with --head-fit kernel"),
         ({"freeze": "static", "cut": 3}, r"--freeze \(static\) must be left out with --head-fit exact"),
+        ({"lr": 0.1}, "--lr is unknown here: it belongs to --head-fit sgd"),
     ],
 )
 def test_what_does_not_go_with_an_exact_head_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -142,18 +149,15 @@ def test_auto_has_its_own_defaults_which_give_way_to_what_is_given() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact or kernel with --freeze auto"),
-        ({"strategy": "shared-trunk"}, r"--strategy \(shared-trunk\) must be replicas with --freeze auto"),
-        ({"optimizer": "auto", "lr": 0.1}, r"--lr \(0.1\) must be left out with --optimizer auto"),
-        ({"optimizer": "auto", "head_lr": "0.1"}, r"--head-lr \(0.1\) must be left out with --optimizer auto"),
-        ({"freeze": "none", "optimizer": "auto"}, r"--optimizer \(auto\) must be sgd, adamw or lars unless --freeze"),
+        ({"head_fit": "sgd", "head": "last"}, r"--head-fit \(sgd\) must be exact or kernel in hvfreeze auto"),
+        ({"strategy": "shared-trunk"}, r"--strategy \(shared-trunk\) must be replicas in hvfreeze auto"),
+        ({"optimizer": "auto", "lr": 0.0003}, "--lr is unknown here: it belongs to a named --optimizer"),
+        ({"optimizer": "auto", "head_lr": "0.1"}, "--head-lr is unknown here: it belongs to a named --optimizer"),
+        ({"freeze": "none", "optimizer": "auto"}, r"--optimizer \(auto\) must be sgd, adamw or lars"),
         ({"auto_without": "tuning"}, r"--auto-without \(tuning\) must be none or a list out of votes, guard"),
-        (
-            {"freeze": "linear", "auto_without": "votes"},
-            r"--auto-without \(votes\) must be left out unless --freeze is",
-        ),
-        ({"freeze": "none", "cut": 2}, r"--cut \(2\) must be left out unless --freeze is static or auto"),
-        ({"freeze": "linear", "cut": 2}, r"--cut \(2\) must be left out unless --freeze is static or auto"),
+        ({"freeze": "linear", "auto_without": "votes"}, "--auto-without is unknown here: it belongs to hvfreeze auto"),
+        ({"freeze": "none", "cut": 2}, "--cut is unknown here: it belongs to --freeze static"),
+        ({"freeze": "linear", "cut": 2}, "--cut is unknown here: it belongs to --freeze static"),
     ],
 )
 def test_what_does_not_go_with_auto_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -234,7 +238,9 @@ def test_a_setting_that_is_given_twice_is_refused(tree: dict[str, Any]) -> None:
 
 
 def test_a_setting_that_older_files_have_in_another_section_is_found() -> None:
-    found = from_dict({"head": {"mirror": "off", "pool": 2}})
+    found = from_dict(
+        {"head": {"mirror": "off", "head": "multi-level", "head_fit": "exact", "pool": 2}, "augment": "none"}
+    )
     assert (found.data.flips, found.head.pool) == ("off", 2)
     assert from_dict({"data": {"flips": "on"}, "head": {"mirror": "off"}}).data.flips == "on", "what is newer counts"
     with pytest.raises(UsageError, match="unknown key 'pool'"):

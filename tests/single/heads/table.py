@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.heads.tasks import Classes
 
 CLASSES = 4
 CENTRES = 250
@@ -25,13 +28,7 @@ def labelled_table(rows: int = 1203) -> tuple[Tensor, Tensor, Tensor]:
     return features, labels, torch.rand(rows, generator=random) < 0.15
 
 
-def sides(samples: int, *, seed: int, matters: bool) -> tuple[Tensor, Tensor]:
-    """Return (S, 2, 40) features of samples and of their mirror images, and (S,) labels, which `matters` exchanges."""
-    random = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 2, (samples,), generator=random)
-    plain = torch.randn(samples, 40, generator=random)
-    turned = 0.3 * plain + torch.randn(samples, 40, generator=random)
-    signs = 0.35 * (2.0 * labels[:, None] - 1)
-    plain[:, :20] += signs
-    turned[:, :20] += -signs if matters else signs
-    return torch.stack([plain, turned], 1), labels
+def best_scale(answers: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the scale of `answers` that a million samples would choose, and the cross-entropy."""
+    calibration = Classes(answers.shape[1]).calibrate(answers, labels, torch.ones(len(labels)), samples=10**6)
+    return float(calibration.scale[0]), float(functional.cross_entropy(calibration.apply(answers), labels))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from torch.nn import functional
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import NumericsError
-from hvfreeze.heads import gram, landmarks
 from hvfreeze.heads import kernel as fitting
-from hvfreeze.heads.centres import cholesky
-from hvfreeze.heads.gram import gaussian, solve
-from hvfreeze.heads.kernel import ALL_COMPARED, FEWEST_CENTRES, KernelFit, centres_for, fit_kernel
-from hvfreeze.heads.kernel_choice import best_scale
-from hvfreeze.heads.landmarks import Factor, leading
+from hvfreeze.heads import kernel_products
+from hvfreeze.heads.conjugate_gradients import solve
+from hvfreeze.heads.kernel import ALL_COMPARED, CENTRES, KernelFit, centres_for, fit_kernel
+from hvfreeze.heads.kernel_products import gaussian
+from hvfreeze.heads.preconditioners import NystromInverse, cholesky
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
-from tests.single.heads.table import CLASSES, labelled_table
+from hvfreeze.heads.tasks import Classes
+from tests.single.heads.table import CLASSES, best_scale, labelled_table
 from tests.single.heads.test_kernel import PLENTY, Table, answers, found
 
 SAMPLED = 24
@@ -38,22 +38,12 @@ def dense(centres: Tensor, points: Tensor, labels: Tensor, penalty: float) -> Te
     return torch.linalg.solve(across.t() @ across + penalty * core, across.t() @ targets(labels))
 
 
-@pytest.fixture
-def exactly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the solver go on until nothing is left to gain, and the penalty be chosen by held-out rows of a part."""
-    monkeypatch.setattr("hvfreeze.heads.centres.CENTRES_TOLERANCE", 1e-5)
-    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-5)
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
-    monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
-    yield
-
-
-def test_weights_of_centres_solve_the_normal_equations_of_all_rows(exactly: None) -> None:
+def test_weights_of_centres_solve_the_normal_equations_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "FEW", 300)
     table = labelled_table(900)
     features, labels, held_out = table
     everything = found(table)
-    fit = found(table, centres=200)
+    fit = found(table, centres=200, tolerance=1e-5)
     assert fit.converged and (fit.rows, fit.compared_with) == (900, 200)
     assert torch.isin(fit.centres, everything.centres).all(), "centres are rows"
     points = everything.centres
@@ -71,29 +61,29 @@ def test_weights_of_centres_solve_the_normal_equations_of_all_rows(exactly: None
     assert fit.chosen.held_out_loss == pytest.approx(best_scale(said, labels[held_out])[1], rel=0.01)
 
 
-def test_with_all_rows_as_centres_it_is_the_head_of_all_rows(exactly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_all_rows_as_centres_it_is_the_head_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "FEW", 300)
     table = labelled_table(500)
     features = table[0]
     whole = found(table, tolerance=1e-6)
-    monkeypatch.setattr(
-        fitting, "compare_all", lambda share, ends, world: fitting.compare_some(500, share, ends, world=world)
-    )
-    same = found(table)
+    monkeypatch.setattr(fitting.Problem, "fit_all", lambda problem, chosen: problem.fit_centres(500, chosen))
+    same = found(table, tolerance=1e-5)
     said, wanted = answers(same, features), answers(whole, features)
     assert float((said - wanted).norm() / wanted.norm()) < 0.01
     assert same.penalty == whole.penalty and same.chosen is not None and whole.chosen is not None
     assert same.chosen.held_out_loss == pytest.approx(whole.chosen.held_out_loss, rel=0.01)
 
 
-def test_likenesses_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
+def test_kernel_values_that_do_not_fit_into_memory_are_recomputed_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (gram, fitting):
+    for module in (kernel_products, fitting):
         monkeypatch.setattr(module, "ROUNDED_FROM", 0)
+    monkeypatch.setattr(fitting, "FEW", 300)
     table = labelled_table(1203)
     for centres in (300, None):
         kept = found(table, centres=centres)
-        for memory_bytes in (0, 2 * 300 * 700 + fitting.FACTOR_BYTES * 300**2):
+        for memory_bytes in (0, 2 * 300 * 700 + 12 * 300**2):
             anew = found(table, centres=centres, memory_bytes=memory_bytes)
             assert torch.equal(kept.weight, anew.weight) and kept.summary() == anew.summary()
 
@@ -104,11 +94,7 @@ def test_a_sample_of_rows_saves_passes_where_there_are_many_for_each_centre(monk
     monkeypatch.setattr(fitting, "SAMPLED", 1)
     few = found(table, penalties=[0.03], centres=100)
     assert many.converged and few.converged and many.steps <= few.steps * 2 / 3, (many.steps, few.steps)
-    monkeypatch.setattr(fitting, "MOST_FACTORED", 99)
-    none = found(table, penalties=[0.03], centres=100)
-    assert none.converged and many.steps <= none.steps * 2 / 3, (many.steps, none.steps)
-    for other in (few, none):
-        assert float((many.answers - other.answers).norm() / other.answers.norm()) < 0.05
+    assert float((many.answers - few.answers).norm() / few.answers.norm()) < 0.05
 
 
 def test_equal_centres_do_no_harm() -> None:
@@ -117,20 +103,20 @@ def test_equal_centres_do_no_harm() -> None:
     torch.testing.assert_close(factor @ factor.t(), matrix, atol=1e-3, rtol=0)
 
 
-def test_the_solver_ends_where_answers_are_off_by_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_solver_ends_where_answers_are_off_by_the_tolerance() -> None:
     table = labelled_table(2403)
     fit = found(table, penalties=[0.03], centres=100)
-    monkeypatch.setattr("hvfreeze.heads.centres.ANSWERS_TOLERANCE", 1e-6)
-    exact = found(table, penalties=[0.03], centres=100)
+    exact = found(table, penalties=[0.03], centres=100, tolerance=1e-6)
     # Both scales were chosen on the answers, which are nearly the same.
     off = float((fit.answers - exact.answers).norm() / exact.answers.norm())
     assert fit.steps < exact.steps and fit.error / 4 < off < 4 * fit.error, (off, fit.error)
 
 
 def test_rounding_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "FEW", 300)
     table = labelled_table(1203)
     whole = found(table, penalties=[0.1], tolerance=1e-4)
-    monkeypatch.setattr(gram, "ROUNDED_FROM", 1203)
+    monkeypatch.setattr(kernel_products, "ROUNDED_FROM", 1203)
     rounded = found(table, penalties=[0.1], tolerance=1e-4)
     assert not torch.equal(whole.weight, rounded.weight)
     assert float((whole.answers - rounded.answers).norm() / whole.answers.norm()) < 1e-3
@@ -142,7 +128,7 @@ def test_centres_do_not_depend_on_the_order_of_rows() -> None:
     fits = [
         fit_kernel(
             RowsInMemory(features[rows], labels[rows], held_out[rows], rows),
-            classes=CLASSES,
+            task=Classes(CLASSES),
             world=SoloWorld(),
             memory_bytes=PLENTY,
             centres=100,
@@ -155,65 +141,55 @@ def test_centres_do_not_depend_on_the_order_of_rows() -> None:
     assert float((first - second).norm() / first.norm()) < 0.01
 
 
-def test_as_many_centres_are_chosen_as_take_no_longer_than_all_rows_of_fewer() -> None:
+def test_centres_are_all_rows_or_a_fixed_number_or_as_many_as_are_asked_for() -> None:
     assert centres_for(ALL_COMPARED, None) == ALL_COMPARED
-    assert centres_for(2 * ALL_COMPARED, None) == ALL_COMPARED // 4
-    assert centres_for(10**7, None) == FEWEST_CENTRES
+    assert centres_for(ALL_COMPARED + 1, None) == centres_for(10**7, None) == CENTRES
     assert centres_for(500, 700) == 500 and centres_for(ALL_COMPARED, 7) == 7
 
 
-def test_landmarks_tell_the_largest_eigenvalues_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, points = likenesses_of(700)
-    monkeypatch.setattr(landmarks, "DIRECTIONS", 60)
-    known = leading(points, landmarks=350)
-    exact = torch.linalg.eigvalsh(kernel).flip(0)
-    torch.testing.assert_close(known.values[:20], exact[:20], rtol=0.02, atol=0)
-    assert known.rest <= float(known.values[-1])
-    factors, rest = 1 / (known.values[:, None] + 0.1), torch.tensor([1 / (known.rest + 0.1)])
-    steps = steps_with(kernel, torch.full((3,), 0.1), torch.ones(700, 3, dtype=torch.bool))
-    assert steps(lambda vectors: known.apply(factors, rest, vectors)) < steps(lambda vectors: vectors.clone()) / 2
-
-
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("left_out", [0, 10, 2])
-def test_a_factor_saves_steps_also_where_rows_are_left_out(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, points = likenesses_of(700)
-    monkeypatch.setattr(landmarks, "LANDMARKS", 350)
-    fitted = torch.ones(700, 3, dtype=torch.bool)
+def test_few_centres_save_steps_also_where_rows_are_left_out_or_weighted(left_out: int, *, weighted: bool) -> None:
+    kernel, rows = kernel_of(700)
+    weights = 0.5 + torch.arange(700, dtype=torch.float64) % 3 if weighted else torch.ones(700, dtype=torch.float64)
+    roots = [weights.sqrt(), weights.sqrt()]
     if left_out:
-        # Not of the first column: one right side counts all rows.
-        fitted[::left_out, 1:] = False
-    penalties = torch.tensor([0.1, 0.1, 0.3], dtype=torch.float64)
-    steps = steps_with(kernel, penalties, fitted)
-    known = Factor(points)
+        roots[1][::left_out] = 0
+    # Not of the first column: one right side counts all rows.
+    which = torch.tensor([0, 1, 1])
+    steps = steps_with(kernel, 0.1, torch.stack(roots, 1)[:, which])
     alone = steps(lambda vectors: vectors.clone())
-    assert steps(known.inverse(penalties, fitted=fitted)) < alone / 3
-    # The inverse for all rows knows too little of a part of them.
-    blind = known.inverse(penalties, fitted=torch.ones(700, 1, dtype=torch.bool))
-    assert not left_out or steps(lambda vectors: blind(vectors).mul_(fitted)) > alone / 3
+    known = NystromInverse(rows, roots, 0.1, centres=350)
+    assert steps(lambda vectors: known.times(vectors, which)) < alone / 3
+    # What suits all rows suits a part of them badly.
+    blind = NystromInverse(rows, roots[:1], 0.1, centres=350)
+    nobody = torch.zeros(3, dtype=torch.int64)
+    mask = (torch.stack(roots, 1) > 0)[:, which]
+    assert not left_out or steps(lambda vectors: blind.times(vectors, nobody).mul_(mask)) > alone / 3
 
 
-def likenesses_of(rows: int) -> tuple[Tensor, Tensor]:
+def kernel_of(rows: int) -> tuple[Tensor, Tensor]:
     """Return K, (rows, rows) float64, and the points that it compares, (rows, 6)."""
     random = torch.Generator().manual_seed(0)
     points = torch.randn(rows, 6, generator=random) * torch.tensor([1.0, 0.6, 0.4, 0.2, 0.1, 0.1])
     return gaussian(points.double(), points.double()), points
 
 
-def steps_with(kernel: Tensor, penalties: Tensor, fitted: Tensor) -> Callable[[Callable[[Tensor], Tensor]], int]:
-    """Return what counts the steps to solutions for the fitted rows, (N, C) bool, with an inverse."""
-    right = torch.randn(len(kernel), len(penalties), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def steps_with(kernel: Tensor, penalty: float, roots: Tensor) -> Callable[[Callable[[Tensor], Tensor]], int]:
+    """Return what counts the steps to solutions for rows with roots of weights, (N, C), with an inverse."""
+    right = torch.randn(roots.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def product(vectors: Tensor) -> Tensor:
-        return (kernel @ vectors + penalties * vectors) * fitted
+        return roots * (kernel @ (roots * vectors)) + penalty * vectors
 
     def steps(inverse: Callable[[Tensor], Tensor]) -> int:
         found = solve(
             product,
-            right * fitted,
+            right * roots,
             inverse=inverse,
             tolerance=1e-6,
             most_steps=400,
-            tell=lambda error, tolerance: None,
+            report=lambda error, tolerance: None,
         )
         assert found.error <= 1e-6
         return found.steps
@@ -243,7 +219,6 @@ def streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED)
         expect=lambda batches: None,
         width=features.shape[1],
         held_out=held_out.numpy(),
-        mirrored=lambda ids, views: ids < 0,
         memory_bytes=PLENTY,
         sampled=None if sampled is None else len(first),
     )
@@ -251,7 +226,7 @@ def streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED)
 
 def fit_streamed(table: Table, fetched: list[int], *, sampled: int | None = SAMPLED) -> KernelFit:
     rows = streamed(table, fetched, sampled=sampled)
-    fit = fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY)
+    fit = fit_kernel(rows, task=Classes(CLASSES), world=SoloWorld(), memory_bytes=PLENTY)
     assert fit is not None
     return fit
 
@@ -272,7 +247,7 @@ def test_of_many_rows_a_sample_decides_how_points_are_made_and_each_row_is_compu
 
 def test_no_features_are_left_in_memory_when_all_have_become_points() -> None:
     rows = streamed(labelled_table(1200), [])
-    assert fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=PLENTY, penalties=[0.1]) is not None
+    assert fit_kernel(rows, task=Classes(CLASSES), world=SoloWorld(), memory_bytes=PLENTY, penalties=[0.1]) is not None
     assert rows._chunks == {}
 
 

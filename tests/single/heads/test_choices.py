@@ -12,16 +12,15 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import NumericsError
-from hvfreeze.heads import kernel, linear
+from hvfreeze.heads import linear
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
-from hvfreeze.heads.kernel_choice import SCALES, best_scale
-from hvfreeze.heads.linear import HeadFit, fit_softmax
+from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
-from hvfreeze.heads.points import Marks
+from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.solution import MirrorTrial
-from tests.single.heads.table import sides
+from hvfreeze.heads.tasks import SCALES, Classes
+from tests.single.heads.table import best_scale
 
 CLASSES = 4
 Fit = KernelFit | HeadFit
@@ -34,7 +33,7 @@ def compared(rows: RowsInMemory, **options: Any) -> Fit:
 
 
 def separated(rows: RowsInMemory, **options: Any) -> Fit:
-    fit = fit_softmax(rows, world=SoloWorld(), **options)
+    fit = fit_linear(rows, world=SoloWorld(), **options)
     assert fit is not None
     return fit
 
@@ -64,7 +63,7 @@ def clusters(count: int, *, seed: int, width: int = 60) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_head_of_few_samples_is_as_sure_as_it_is_right(solve: Solve, seed: int) -> None:
     features, labels = clusters(40, seed=seed)
-    fit = solve(RowsInMemory(features, labels, torch.arange(40) % 10 == 0), classes=CLASSES)
+    fit = solve(RowsInMemory(features, labels, torch.arange(40) % 10 == 0), task=Classes(CLASSES))
     others, truth = clusters(2000, seed=99)
     said = answers(fit, others)
     sure, answered = said.softmax(1).max(1)
@@ -79,7 +78,9 @@ def test_a_head_of_few_samples_is_as_sure_as_it_is_right(solve: Solve, seed: int
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_kernel_head_whose_penalty_is_given_is_as_sure_as_it_is_right(seed: int) -> None:
     features, labels = clusters(40, seed=seed)
-    fit = compared(RowsInMemory(features, labels, torch.zeros(40, dtype=torch.bool)), classes=CLASSES, penalties=[0.1])
+    fit = compared(
+        RowsInMemory(features, labels, torch.zeros(40, dtype=torch.bool)), task=Classes(CLASSES), penalties=[0.1]
+    )
     others, truth = clusters(2000, seed=99)
     said = answers(fit, others)
     assert float(functional.cross_entropy(said, truth)) < 1.1 * best_scale(said, truth)[1]
@@ -91,10 +92,10 @@ def test_a_linear_head_of_very_few_samples_uses_what_they_say(count: int) -> Non
     right = []
     for seed in range(4):
         features, labels = clusters(count, seed=seed)
-        fit = separated(RowsInMemory(features, labels, torch.arange(count) % 10 == 0), classes=CLASSES)
+        fit = separated(RowsInMemory(features, labels, torch.arange(count) % 10 == 0), task=Classes(CLASSES))
         right.append(float((answers(fit, others).argmax(1) == truth).float().mean()))
     # By chance a quarter is right; the strongest penalty leaves only how frequent classes are.
-    assert min(right) > 0.4, right
+    assert min(right) > 0.35, right
 
 
 @SOLVERS
@@ -104,7 +105,7 @@ def test_a_head_that_has_nothing_to_go_by_is_unsure(solve: Solve, samples: int) 
     # Of a network's many features most say the same: a penalty on each is little on what they say together.
     mixing = torch.randn(20, 4000, generator=random)
     features, labels = torch.randn(samples, 20, generator=random) @ mixing, torch.arange(samples) % CLASSES
-    fit = solve(RowsInMemory(features, labels, torch.arange(samples) % 10 < 1), classes=CLASSES)
+    fit = solve(RowsInMemory(features, labels, torch.arange(samples) % 10 < 1), task=Classes(CLASSES))
     sure = answers(fit, torch.randn(500, 20, generator=random) @ mixing).softmax(1).amax(1)
     assert float(sure.mean()) < 0.4, float(sure.mean())
 
@@ -117,90 +118,9 @@ def test_few_held_out_samples_that_are_all_right_do_not_make_a_linear_head_certa
     features = 3 * functional.one_hot(labels, 20) + 0.1 * torch.randn(
         60, 20, generator=torch.Generator().manual_seed(0)
     )
-    fit = separated(RowsInMemory(features, labels, torch.arange(60) % 12 < 1), classes=CLASSES)
+    fit = separated(RowsInMemory(features, labels, torch.arange(60) % 12 < 1), task=Classes(CLASSES))
     sure = answers(fit, features).softmax(1).max(1).values.mean()
     assert fit.penalty > 1e-4 and 0.7 < float(sure) < 0.95, (fit.penalty, float(sure))
-
-
-def rows_of_sides(samples: int, *, matters: bool) -> RowsInMemory:
-    """Return all samples as they are, then all mirror images, as a run has them."""
-    features, labels = sides(samples, seed=1, matters=matters)
-    numbers = torch.arange(samples)
-    return RowsInMemory(
-        torch.cat([*features.unbind(1)]),
-        labels.repeat(2),
-        (numbers % 10 == 0).repeat(2),
-        numbers.repeat(2),
-        torch.arange(2 * samples) >= samples,
-    )
-
-
-@SOLVERS
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("matters", [True, False])
-def test_mirror_images_are_left_out_where_left_and_right_differ(
-    matters: bool, few: bool, solve: Solve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, limit in ((kernel, "MOST_LEFT_OUT"), (linear, "FEW_ROWS")):
-        monkeypatch.setattr(module, limit, 1000 if few else 0)
-    rows = rows_of_sides(300, matters=matters)
-    fit, blind = (solve(rows, classes=2, compare_mirrored=compare) for compare in (True, False))
-    assert fit.mirror is not None and blind.mirror is None
-    assert fit.mirror.taken is not matters, fit.mirror
-    assert fit.mirror.samples == (300 if few else 30)
-    assert fit.rows == int(fit.used.sum()) == (300 if matters else 600)
-    assert fit.used.equal(torch.arange(600) < fit.rows)
-    if isinstance(fit, KernelFit):
-        assert len(fit.centres) == len(fit.answers) == fit.rows
-    others, truth = sides(400, seed=2, matters=matters)
-    right = [float((answers(each, others[:, 0]).argmax(1) == truth).double().mean()) for each in (fit, blind)]
-    assert right[0] > 0.8
-    assert right[1] < right[0] - 0.1 if matters else right[1] == right[0]
-
-
-@pytest.mark.parametrize(("without", "taken", "chance"), [(0.8, True, False), (0.7, True, True), (0.4, False, False)])
-def test_mirror_images_that_are_taken_against_the_losses_are_said_to_be_so_by_chance(
-    without: float, taken: bool, chance: bool
-) -> None:
-    trial = MirrorTrial(loss_with=0.75, loss_without=without, accuracy_with=0.7, accuracy_without=0.7, samples=100)
-    assert trial.taken is taken
-    assert trial.line().endswith("a difference within chance") is chance
-
-
-def test_every_one_of_some_hundred_samples_judges_mirror_images() -> None:
-    fit = compared(rows_of_sides(600, matters=True), classes=2, compare_mirrored=True)
-    assert fit.mirror is not None and fit.mirror.samples == 600 and not fit.mirror.taken
-
-
-@SOLVERS
-def test_mirror_images_are_left_out_where_some_classes_differ_by_left_and_right(
-    solve: Solve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, limit in ((kernel, "MOST_LEFT_OUT"), (linear, "FEW_ROWS")):
-        monkeypatch.setattr(module, limit, 0)
-    features, labels = sides(300, seed=1, matters=True)
-    kinds = torch.arange(300) % 7 % 2
-    features[:, :, 20:] += 0.35 * (2.0 * kinds[:, None, None] - 1)
-    numbers = torch.arange(300).repeat(2)
-    rows = RowsInMemory(
-        torch.cat([*features.unbind(1)]),
-        (2 * kinds + labels).repeat(2),
-        numbers % 5 == 0,
-        numbers,
-        torch.arange(600) > 299,
-    )
-    fit = solve(rows, classes=CLASSES, compare_mirrored=True)
-    assert fit.mirror is not None and not fit.mirror.taken, fit.mirror
-    assert fit.mirror.accuracy_with < 0.65 and fit.mirror.accuracy_without > 0.7
-
-
-@SOLVERS
-def test_mirror_images_are_not_compared_where_a_sample_is_there_as_its_mirror_image_alone(solve: Solve) -> None:
-    features, labels = sides(60, seed=1, matters=True)
-    mirrored = torch.arange(60) % 2 == 0
-    rows = RowsInMemory(features[:, 0], labels, torch.arange(60) % 10 == 0, mirrored=mirrored)
-    fit = solve(rows, classes=2, compare_mirrored=True)
-    assert fit.mirror is None and fit.rows == 60
 
 
 @SOLVERS
@@ -209,11 +129,11 @@ def test_a_damaged_sample_does_not_decide_for_all_others(solve: Solve, damaged: 
     features, labels = clusters(200, seed=5)
     held_out = torch.arange(200) % 10 == 0
     others, truth = clusters(1000, seed=6)
-    clean = solve(RowsInMemory(features, labels, held_out), classes=CLASSES)
+    clean = solve(RowsInMemory(features, labels, held_out), task=Classes(CLASSES))
     assert clean.left_out == () and bool(clean.used.all())
     spoilt = features.clone()
     spoilt[damaged] *= 1e5
-    fit = solve(RowsInMemory(spoilt, labels, held_out), classes=CLASSES)
+    fit = solve(RowsInMemory(spoilt, labels, held_out), task=Classes(CLASSES))
     right = [float((answers(each, others).argmax(1) == truth).double().mean()) for each in (clean, fit)]
     assert right[0] > 0.6 and right[1] > right[0] - 0.03, right
     assert fit.left_out == tuple(damaged) and fit.rows == 200 - len(damaged)
@@ -227,7 +147,7 @@ def test_damaged_samples_do_not_hide_each_other(solve: Solve) -> None:
     others, truth = clusters(1000, seed=6)
     for sample, factor in ((3, 1e9), (4, 1e7), (5, 1e5), (6, 1e3)):
         features[sample] *= factor
-    fit = solve(RowsInMemory(features, labels, torch.arange(200) % 10 == 0), classes=CLASSES)
+    fit = solve(RowsInMemory(features, labels, torch.arange(200) % 10 == 0), task=Classes(CLASSES))
     assert fit.left_out == (3, 4, 5, 6)
     assert float((answers(fit, others).argmax(1) == truth).double().mean()) > 0.6
 
@@ -247,7 +167,7 @@ def test_a_class_of_its_own_far_from_the_others_stays() -> None:
     features, labels = clusters(100, seed=5)
     labels[:3], features[:3] = 0, 1e4 + features[:3]
     labels[3:] = 1 + labels[3:] % 3
-    fit = separated(RowsInMemory(features, labels, torch.arange(100) % 10 == 9), classes=CLASSES)
+    fit = separated(RowsInMemory(features, labels, torch.arange(100) % 10 == 9), task=Classes(CLASSES))
     assert fit.left_out == ()
     assert answers(fit, features)[:3].argmax(1).tolist() == [0, 0, 0]
 
@@ -261,12 +181,12 @@ def test_many_damaged_samples_and_numbers_that_are_none_are_refused_and_named(so
     with pytest.raises(
         NumericsError, match=r"7 of 100 samples lie more than 30 times.*samples 20, 21, 22, 23, 24 and 2 more"
     ):
-        solve(RowsInMemory(features, labels, held_out), classes=CLASSES)
+        solve(RowsInMemory(features, labels, held_out), task=Classes(CLASSES))
     for value in (torch.nan, torch.inf, 1e30):
         features, labels = clusters(100, seed=5)
         features[[41, 60], 2] = value
         with pytest.raises(NumericsError, match=r"1 of 60 features are NaN.*number 2;.* in samples 41, 60:"):
-            solve(RowsInMemory(features, labels, held_out), classes=CLASSES)
+            solve(RowsInMemory(features, labels, held_out), task=Classes(CLASSES))
 
 
 def test_usual_rows_are_passed_over_no_more_often_than_their_moments_need() -> None:
@@ -277,12 +197,12 @@ def test_usual_rows_are_passed_over_no_more_often_than_their_moments_need() -> N
 def test_a_part_of_the_rows_has_held_out_ones_where_there_are_any() -> None:
     samples = torch.arange(20).repeat_interleave(2)
 
-    def marks(held_out: list[int]) -> Marks:
+    def rows(held_out: list[int]) -> AllRows:
         held, everyone = torch.isin(samples, torch.tensor(held_out)), torch.arange(40)
-        return Marks(torch.zeros(40).long(), samples, held, torch.zeros(40).bool(), everyone)
+        return AllRows(torch.zeros(40).long(), held, samples, torch.ones(40), everyone)
 
     def chosen(held_out: list[int], most: int) -> list[int]:
-        kept = marks(held_out).part(most)
+        kept = rows(held_out).part(most)
         assert kept[::2].equal(kept[1::2]), "views of a sample go together"
         return samples[kept].unique().tolist()
 
@@ -297,4 +217,4 @@ def test_the_factor_is_the_best_of_all(signal: float) -> None:
     _, truth = clusters(60, seed=5)
     said = signal * (functional.one_hot(truth, CLASSES) + torch.randn(60, CLASSES, generator=torch.manual_seed(0)))
     losses = {scale: float(functional.cross_entropy(scale * said, truth)) for scale in SCALES}
-    assert best_scale(said, truth) == min(losses.items(), key=lambda item: item[1])
+    assert best_scale(said, truth) == pytest.approx(min(losses.items(), key=lambda item: item[1]))

@@ -14,15 +14,16 @@ from torch.nn import functional
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import Batch, padded_batches
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.linear import HeadFit, SoftmaxLoss, Subset, fit_softmax
+from hvfreeze.heads.linear import HeadFit, Subset, SumsOverRanks, fit_linear
 from hvfreeze.heads.moments import FeaturesError, measure
-from hvfreeze.heads.rows import Chunk, RowsInMemory, RowsOfBatches, gather
+from hvfreeze.heads.rows import Chunk, RowInfo, RowsInMemory, RowsOfBatches, gather
+from hvfreeze.heads.tasks import Classes
 from tests.single.heads.table import CLASSES, labelled_table
 
 
 def solve(table: tuple[Tensor, Tensor, Tensor], *, penalties: list[float], **options: float) -> HeadFit:
     rows = RowsInMemory(*table)
-    return fit_softmax(rows, classes=CLASSES, world=SoloWorld(), penalties=penalties, **options)  # type: ignore[arg-type]
+    return fit_linear(rows, task=Classes(CLASSES), world=SoloWorld(), penalties=penalties, **options)  # type: ignore[arg-type]
 
 
 def gradient_norm(table: tuple[Tensor, Tensor, Tensor], fit: HeadFit) -> float:
@@ -105,7 +106,7 @@ def test_held_out_rows_are_not_fitted_until_the_penalty_is_chosen() -> None:
     features, labels, held_out = labelled_table(700)
     world, rows = SoloWorld(), RowsInMemory(features, labels, held_out)
     standard = measure(rows, world=world)
-    loss = SoftmaxLoss(rows, standard, classes=CLASSES, world=world)
+    loss = SumsOverRanks(rows, standard, task=Classes(CLASSES), world=world)
     weights = torch.randn(loss.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     standardised = (features.double() - standard.mean) * standard.scale
     for fitted, point in (
@@ -120,7 +121,7 @@ def test_held_out_rows_are_not_fitted_until_the_penalty_is_chosen() -> None:
         torch.testing.assert_close(point.gradient, free.grad, atol=1e-6, rtol=0)
     point = loss.at(weights, Subset(fold=0))
     assert abs(point.held_out_loss - functional.cross_entropy(logits[held_out], labels[held_out]).item()) < 1e-6
-    assert point.held_out_accuracy == pytest.approx(float((logits.argmax(1) == labels)[held_out].double().mean()))
+    assert point.held_out_score == pytest.approx(float((logits.argmax(1) == labels)[held_out].double().mean()))
     assert math.isnan(loss.at(weights, Subset()).held_out_loss)
 
 
@@ -136,13 +137,14 @@ class Streamed:
     def __init__(self, table: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
         self.width = table[0].shape[1]
         self.passes = 0
-        samples, mirrored = torch.arange(len(table[1])), torch.zeros_like(table[2])
-        self._table = (table[0].to(dtype), *table[1:], samples, mirrored)
+        samples, weights = torch.arange(len(table[1])), torch.ones(len(table[1]))
+        self._table = (table[0].to(dtype), *table[1:], samples, weights)
 
     def chunks(self) -> Iterator[Chunk]:
         self.passes += 1
         for part in zip(*(column.split([100, 1, 150, 49]) for column in self._table)):
-            yield Chunk(*(column.clone() for column in part))
+            features, *info = (column.clone() for column in part)
+            yield Chunk(features, RowInfo(*info))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -150,7 +152,7 @@ def test_rows_may_be_streamed_and_compact(dtype: torch.dtype) -> None:
     table = labelled_table(300)
     table = (table[0].to(dtype).float(), *table[1:])
     rows = Streamed(table, dtype)
-    fit = fit_softmax(rows, classes=CLASSES, world=SoloWorld(), penalties=[0.01], tolerance=1e-4)
+    fit = fit_linear(rows, task=Classes(CLASSES), world=SoloWorld(), penalties=[0.01], tolerance=1e-4)
     held = solve(table, penalties=[0.01], tolerance=1e-4)
     torch.testing.assert_close(fit.coefficients, held.coefficients, atol=1e-5, rtol=0)
     # One of the passes of `rows` only looked for the first row.
@@ -176,7 +178,6 @@ def test_the_summary_can_be_written_to_a_file() -> None:
         "error",
         "converged",
         "exchanged_bytes",
-        "mirror",
         "compared_with",
         "left_out",
     }
@@ -204,18 +205,18 @@ def test_rows_of_batches_are_fetched_once_where_they_fit_and_are_the_same_chunks
         expect=lambda batches: None,
         width=features.shape[1],
         held_out=np.arange(530) % 10 == 0,
-        mirrored=lambda ids, views: (ids + views) % 3 == 0,
+        weights=(np.arange(530) % 3).astype(np.float32),
         memory_bytes=memory_bytes,
     )
     assert next(iter(rows.chunks())).features.equal(features[:512])
     for _ in range(2):
-        chunks = [(c.features.clone(), c.labels, c.held_out, c.samples, c.mirrored) for c in rows.chunks()]
+        chunks = [(c.features.clone(), *vars(c.info).values()) for c in rows.chunks()]
         parts = [torch.cat(column) for column in zip(*chunks)]
         assert [len(chunk[1]) for chunk in chunks] == [512, 18]
         assert parts[0].equal(features)
         assert parts[1].equal(torch.arange(530) % CLASSES)
         assert parts[2].equal(torch.arange(530) % 10 == 0)
-        assert parts[3].equal(torch.arange(530)) and parts[4].equal(torch.arange(530) % 3 == 0)
+        assert parts[3].equal(torch.arange(530)) and parts[4].equal((torch.arange(530) % 3).float())
     once, begun = list(range(0, 530, 16)), list(range(0, 512, 16))
     assert fetched == (once if memory_bytes else [*begun, *once, *once])
 

@@ -18,16 +18,15 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.data.batches import padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
-from hvfreeze.heads import kernel_choice
-from hvfreeze.heads.gram import Gram, Iterate, Tiles, gaussian
-from hvfreeze.heads.kept_points import StoppedSolver
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
-from hvfreeze.heads.kernel_choice import SCALES, best_scale, left_out_answers, views_of
+from hvfreeze.heads.kernel_products import Gram, TileCache, gaussian
+from hvfreeze.heads.leave_one_out import inverted, residuals, views_of
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import FitTerms, solve
-from tests.single.heads.table import CLASSES, labelled_table
+from hvfreeze.heads.tasks import SCALES, Classes
+from tests.single.heads.table import CLASSES, best_scale, labelled_table
 from tests.single.heads.test_features import small_chain
 from tests.single.heads.test_multilevel import loads_and_runs_elsewhere
 
@@ -37,7 +36,7 @@ Table = tuple[Tensor, Tensor, Tensor]
 
 def found(table: Table, *, memory_bytes: int = PLENTY, **options: object) -> KernelFit:
     rows = RowsInMemory(*table)
-    fit = fit_kernel(rows, classes=CLASSES, world=SoloWorld(), memory_bytes=memory_bytes, **options)  # type: ignore[arg-type]
+    fit = fit_kernel(rows, task=Classes(CLASSES), world=SoloWorld(), memory_bytes=memory_bytes, **options)  # type: ignore[arg-type]
     assert fit is not None
     return fit
 
@@ -59,9 +58,11 @@ def answers(fit: KernelFit, features: Tensor) -> Tensor:
         return head(features)
 
 
-def test_the_solution_is_scikit_learns_kernel_ridge() -> None:
+@pytest.mark.parametrize("few", [1_500, 100])
+def test_the_solution_is_scikit_learns_kernel_ridge(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.kernel_ridge import KernelRidge
 
+    monkeypatch.setattr(fitting, "FEW", few)
     features, labels, held_out = labelled_table(700)
     fit = found((features, labels, held_out), penalties=[0.1], tolerance=1e-6)
     assert fit.converged and fit.rows == 700
@@ -92,36 +93,11 @@ def test_points_are_partly_whitened_and_two_of_them_are_as_far_apart_as_is_said(
 
 def test_what_no_plane_divides_is_learnt() -> None:
     points, labels, held_out = rings()
-    fit = fit_kernel(RowsInMemory(points, labels, held_out), classes=2, world=SoloWorld(), memory_bytes=PLENTY)
+    fit = fit_kernel(RowsInMemory(points, labels, held_out), task=Classes(2), world=SoloWorld(), memory_bytes=PLENTY)
     assert fit is not None and fit.chosen is not None
     assert fit.chosen.held_out_accuracy > 0.95
     others, truth, _ = (column[300:] for column in rings(900))
     assert float((answers(fit, others).argmax(1) == truth).float().mean()) > 0.95
-
-
-@pytest.mark.parametrize("factored", [0, 1_600])
-def test_held_out_rows_choose_and_are_fitted_only_in_the_end(factored: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = labelled_table(500)
-    _, labels, held_out = table
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", factored)
-    fit = found(table, tolerance=1e-6)
-    kernel = gaussian(fit.centres, fit.centres).double()
-    targets = functional.one_hot(labels, CLASSES).double() - 1 / CLASSES
-    fitted = ~held_out
-    for trial in fit.trials:
-        assert (trial.steps == 0) == bool(factored)
-        system = kernel[fitted][:, fitted] + trial.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
-        said = kernel[held_out][:, fitted] @ torch.linalg.solve(system, targets[fitted])
-        _, loss = best_scale(said, labels[held_out])
-        assert trial.held_out_loss == pytest.approx(loss, rel=0.01)
-        right = (said.argmax(1) == labels[held_out]).double().mean()
-        assert trial.held_out_accuracy == pytest.approx(float(right), abs=0.03)
-    least = min(trial.held_out_loss for trial in fit.trials)
-    assert fit.chosen is not None and fit.chosen.held_out_loss <= 1.01 * least
-    whole = torch.linalg.solve(kernel + fit.penalty * torch.eye(500, dtype=torch.float64), targets)
-    weight = fit.weight.t().double()
-    torch.testing.assert_close(weight / weight.norm(), whole / whole.norm(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +108,15 @@ def test_held_out_rows_choose_and_are_fitted_only_in_the_end(factored: int, monk
         pytest.param([10, 9.8], 9.8, id="of two that are level the weaker"),
     ],
 )
-def test_held_out_rows_choose_the_penalty_where_labels_are_wrong(
-    penalties: list[float], chosen: float, monkeypatch: pytest.MonkeyPatch
+def test_rows_that_are_left_out_choose_the_penalty_where_labels_are_wrong(
+    penalties: list[float], chosen: float
 ) -> None:
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
     points, labels, held_out = rings()
     # Directions that tell nothing, in which each row has room to follow its own label.
     points = torch.cat([points, torch.randn(600, 6, generator=torch.Generator().manual_seed(2))], 1)
     wrong = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.1
     rows = RowsInMemory(points, labels ^ wrong, held_out)
-    fit = fit_kernel(rows, classes=2, world=SoloWorld(), memory_bytes=PLENTY, penalties=penalties)
+    fit = fit_kernel(rows, task=Classes(2), world=SoloWorld(), memory_bytes=PLENTY, penalties=penalties)
     assert fit is not None
     losses = {trial.penalty: trial.held_out_loss for trial in fit.trials}
     # The choice is far from a tie, so that it is the same on every processor.
@@ -151,7 +125,10 @@ def test_held_out_rows_choose_the_penalty_where_labels_are_wrong(
     assert fit.penalty == chosen, losses
 
 
-def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits() -> None:
+def test_tiles_that_do_not_fit_into_memory_are_recomputed_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fitting, "FEW", 300)
     table = labelled_table(1203)
     kept = found(table)
     for memory_bytes in (0, 4 * 1203 * 600):
@@ -160,12 +137,12 @@ def test_lines_that_do_not_fit_into_memory_are_computed_anew_with_the_same_bits(
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_likenesses_that_are_kept_lie_together_each_tile_where_products_begin_alike(*, rounded: bool) -> None:
+def test_cached_tiles_lie_together_each_where_products_begin_alike(*, rounded: bool) -> None:
     points = torch.randn(700, 5, generator=torch.Generator().manual_seed(0))
-    tiles = Tiles(memory_bytes=PLENTY, rounded=rounded)
+    tiles = TileCache(memory_bytes=PLENTY, rounded=rounded)
     parts = points.split(99)
     made = {(a, b): tiles((a, b), parts[a], parts[b]).clone() for a in range(8) for b in range(8)}
-    kept = tiles._kept.values()
+    kept = tiles._cached.values()
     assert len(kept) == 64 and len({tile.untyped_storage().data_ptr() for tile in kept}) == 1
     assert all(tile.data_ptr() % 64 == 0 for tile in kept)
     for (a, b), tile in made.items():
@@ -173,14 +150,14 @@ def test_likenesses_that_are_kept_lie_together_each_tile_where_products_begin_al
         assert (tile - gaussian(parts[a], parts[b])).abs().max() < (1e-5 if rounded else 1e-9)
 
 
-def test_memory_for_likenesses_is_never_more_than_was_allowed() -> None:
+def test_the_cache_of_tiles_is_never_larger_than_was_allowed() -> None:
     parts = torch.randn(700, 5).split(100)
-    tiles = Tiles(memory_bytes=100_000, rounded=True)
+    tiles = TileCache(memory_bytes=100_000, rounded=True)
     for place, part in enumerate(parts):
         tiles((place, 0), part, parts[0])
-    # Of 10 000 likenesses, up to a whole number of places to begin, in 2 bytes each.
-    assert len(tiles._kept) == 4
-    taken = {tile.untyped_storage().data_ptr(): tile.untyped_storage().nbytes() for tile in tiles._kept.values()}
+    # Of 10,000 kernel values, up to a whole number of places to begin, in 2 bytes each.
+    assert len(tiles._cached) == 4
+    taken = {tile.untyped_storage().data_ptr(): tile.untyped_storage().nbytes() for tile in tiles._cached.values()}
     assert sum(taken.values()) <= 100_000
 
 
@@ -195,12 +172,11 @@ def test_a_solution_leaves_neither_rows_nor_a_second_copy_of_the_head(*, kernel:
         expect=lambda batches: None,
         width=features.shape[1],
         held_out=terms.held_out,
-        mirrored=lambda ids, views: np.zeros(len(ids), np.bool_),
         memory_bytes=PLENTY,
     )
     layer = KernelHead(rows.width, CLASSES) if kernel else torch.nn.Linear(rows.width, CLASSES)
-    asked: dict[str, Any] = {"world": SoloWorld(), "centres": None, "kept": None}
-    fit = solve(rows, layer, terms, **asked, stop=lambda rows, note="": False, count=lambda *of: None)
+    asked: dict[str, Any] = {"world": SoloWorld(), "centres": None}
+    fit = solve(rows, layer, Classes(CLASSES), terms, **asked, stop=lambda rows, note="": False, count=lambda *of: None)
     assert type(fit) is Solution and fit.rows == 530
     assert bool(rows._chunks) != kernel
 
@@ -210,12 +186,10 @@ def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fi
 ) -> None:
     table = labelled_table(900)
     _, labels, held_out = table
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
-    monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
-    together = found(table, tolerance=1e-6)
-    monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", CLASSES - 1)
-    alone = found(table, tolerance=1e-6)
+    monkeypatch.setattr(fitting, "FEW", 300)
+    together = found(table, tolerance=1e-7)
+    monkeypatch.setattr(fitting, "MOST_NUMBERS", 900 * (CLASSES - 1))
+    alone = found(table, tolerance=1e-7)
     kernel, fitted = gaussian(together.centres, together.centres).double(), ~held_out
     system = kernel[fitted][:, fitted] + together.penalty * torch.eye(int(fitted.sum()), dtype=torch.float64)
     answered = torch.linalg.solve(system, functional.one_hot(labels, CLASSES).double()[fitted] - 1 / CLASSES)
@@ -227,7 +201,10 @@ def test_of_many_rows_a_part_chooses_all_are_fitted_and_held_out_rows_judge_a_fi
         assert fit.chosen is not None and fit.chosen.whole
         assert fit.chosen.held_out_accuracy == pytest.approx(float((said.argmax(1) == truth).double().mean()), abs=0.01)
         assert fit.chosen.held_out_loss == pytest.approx(best_scale(said, truth)[1], rel=0.01)
-    whole = found(table, tolerance=1e-6, penalties=[together.penalty])
+    assert together.steps > 0
+    monkeypatch.setattr(fitting, "FEW", 900)
+    whole = found(table, penalties=[together.penalty])
+    assert whole.steps == 0, "in closed form"
     solutions = [fit.weight / fit.weight.norm() for fit in (together, alone, whole)]
     torch.testing.assert_close(solutions[0], solutions[1], atol=1e-5, rtol=0)
     torch.testing.assert_close(solutions[0], solutions[2], atol=1e-5, rtol=0)
@@ -238,7 +215,7 @@ def test_each_sample_of_few_is_left_out_in_turn_with_all_its_views() -> None:
     points = torch.randn(21, 3, generator=random, dtype=torch.float64)
     kernel, right = gaussian(points, points), torch.randn(21, 2, generator=random, dtype=torch.float64)
     samples = torch.arange(21) % 9
-    answers_then = left_out_answers(kernel, right, 0.1, views_of(samples))
+    answers_then = right - residuals(*inverted(kernel, right, 0.1), views_of(samples))
     for sample in range(9):
         fitted, left = samples != sample, samples == sample
         system = kernel[fitted][:, fitted] + 0.1 * torch.eye(int(fitted.sum()), dtype=torch.float64)
@@ -266,62 +243,8 @@ def test_features_that_say_nothing_give_a_head_that_knows_nothing() -> None:
     assert fit.converged and not fit.projection.any()
 
 
-def test_many_classes_are_solved_a_few_penalties_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = labelled_table(400)
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
-    together = found(table, tolerance=1e-6)
-    monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", CLASSES)
-    alone = found(table, tolerance=1e-6)
-    assert alone.penalty == together.penalty
-    assert [trial.penalty for trial in alone.trials] == [trial.penalty for trial in together.trials]
-    torch.testing.assert_close(alone.weight, together.weight, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_many_classes_are_solved_by_a_factorisation_as_by_steps(
-    *, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = labelled_table(400)
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
-    if not whole:
-        monkeypatch.setattr(fitting, "MOST_COMPARED", 300)
-    by_steps = found(table, tolerance=1e-7)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 200)
-    monkeypatch.setattr(fitting, "FEW_CLASSES", CLASSES / 2)
-    directly = found(table, tolerance=1e-7)
-    assert (directly.steps, directly.error, directly.converged) == (0, 0, True) and by_steps.steps > 0
-    assert directly.penalty == by_steps.penalty
-    for ours, theirs in zip(directly.trials, by_steps.trials, strict=True):
-        assert (ours.penalty, ours.whole) == (theirs.penalty, theirs.whole)
-        assert ours.held_out_loss == pytest.approx(theirs.held_out_loss, rel=0.01), "steps are as close as that"
-        assert ours.held_out_accuracy == pytest.approx(theirs.held_out_accuracy, abs=0.03)
-    assert directly.loss == pytest.approx(by_steps.loss, rel=1e-3)
-    torch.testing.assert_close(directly.weight, by_steps.weight, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(directly.answers, by_steps.answers, atol=1e-3, rtol=1e-3)
-    assert found(table, tolerance=1e-7, memory_bytes=0).weight.equal(directly.weight), "whatever memory there is"
-
-
-@pytest.mark.parametrize(
-    ("rows", "classes", "size", "factored"),
-    [
-        (1_600, 10, 4, True),
-        (1_700, 10, 1, False),
-        (1_700, 100, 1, True),
-        (4_100, 100, 1, False),
-        (6_000, 1000, 2, True),
-        (6_000, 1000, 16, False),
-        (6_001, 10**6, 1, False),
-    ],
-)
-def test_more_rows_are_factored_with_more_classes_and_fewer_ranks(
-    rows: int, classes: int, size: int, *, factored: bool
-) -> None:
-    assert fitting.is_factored(rows, classes=classes, size=size) == factored
-
-
-def test_a_limit_of_steps_is_kept_and_reported() -> None:
+def test_a_limit_of_steps_is_kept_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "FEW", 100)
     fit = found(labelled_table(600), penalties=[1e-5], tolerance=1e-6, most_steps=2)
     assert (fit.steps, fit.converged) == (2, False)
     assert fit.error > 1e-6
@@ -332,15 +255,14 @@ def answered(asked: Iterator[bool], note: str) -> bool:
 
 
 def test_it_ends_without_a_head_when_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = partial(fit_kernel, RowsInMemory(*labelled_table(300)), classes=CLASSES, world=SoloWorld())
+    fit = partial(fit_kernel, RowsInMemory(*labelled_table(300)), task=Classes(CLASSES), world=SoloWorld())
+    assert fit(memory_bytes=PLENTY, watch=lambda note: True) is None, "while the penalty is chosen"
+    monkeypatch.setattr(fitting, "FEW", 100)
     assert fit(memory_bytes=PLENTY, read=lambda rows: rows == 300) is None, "while features come"
     for centres in (None, 100):
-        for before in (0, 1):
+        for before in (1, 2):
             asked = iter([False] * before)
             assert fit(memory_bytes=PLENTY, centres=centres, watch=partial(answered, asked)) is None
-    monkeypatch.setattr(fitting, "MOST_LEFT_OUT", 100)
-    monkeypatch.setattr(fitting, "MOST_FACTORED_ROWS", 0)
-    assert fit(memory_bytes=PLENTY, watch=lambda note: "off by" in note) is None, "while the penalty is chosen"
 
 
 def test_rows_that_cannot_be_compared_are_refused() -> None:
@@ -359,7 +281,7 @@ def test_the_head_is_kept_loaded_exported_and_says_the_same_in_bfloat16(tmp_path
         assert not classifier(images).any(), "until it is solved, the head says nothing"
         labels = features[:, :3].argmax(1)
         rows = RowsInMemory(features, labels, torch.arange(60) % 5 == 0)
-        fit = fit_kernel(rows, classes=3, world=SoloWorld(), memory_bytes=PLENTY)
+        fit = fit_kernel(rows, task=Classes(3), world=SoloWorld(), memory_bytes=PLENTY)
         assert fit is not None
         take(classifier.head, fit)
         logits = classifier(images)
@@ -380,15 +302,13 @@ def test_gradients_reach_the_features() -> None:
     assert some.grad is not None and bool(some.grad.isfinite().all()) and bool(some.grad.any())
 
 
-def test_likenesses_are_kept_in_what_the_vectors_of_a_solution_leave() -> None:
-    left = partial(fitting.beside_vectors, 10**6, rows=100, classes=3, world=SoloWorld())
-    assert [left(columns=columns) for columns in (0, 10, 1000)] == [10**6, 10**6 - 64 * 1000, 0]
-
-
-def test_all_classes_count_where_they_are_solved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = partial(fitting.beside_vectors, 10**9, rows=100, columns=4000, world=SoloWorld())
-    at_once = 10**9 - 64 * 100 * 640
-    assert [left(classes=classes) for classes in (640, 641, 1000)] == [at_once, at_once - 5600 * 641, at_once - 5600000]
+def test_all_vectors_of_a_solution_count_and_of_the_solver_those_that_are_solved_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fitting.solver_bytes(100, 10, leads=True) == 100 * 10 * (64 + 56)
+    assert fitting.solver_bytes(2**20, 1000, leads=True) == 2**20 * (16 * 64 + 1000 * 56)
+    assert fitting.solver_bytes(100, 10, leads=False) == 100 * 10 * (12 + 16)
+    assert fitting.centres_bytes(10, 2, rows=100, leads=True) == 12 * 10**2 + 2 * (112 * 10 + 1600)
     given: list[int] = []
 
     def noted(*args: Any, memory_bytes: int, **options: Any) -> Gram:
@@ -396,31 +316,7 @@ def test_all_classes_count_where_they_are_solved_a_few_at_a_time(monkeypatch: py
         return Gram(*args, memory_bytes=memory_bytes, **options)
 
     monkeypatch.setattr(fitting, "Gram", noted)
-    monkeypatch.setattr(kernel_choice, "MOST_COLUMNS", 2)
-    found(labelled_table(200), penalties=[1.0], memory_bytes=10**6)
-    assert given == [10**6 - 200 * (64 * 2 + 56 * CLASSES)]
-
-
-def test_vectors_on_centres_count_for_all_columns() -> None:
-    left = partial(fitting.beside_centres, 10**6, centres=10, rows=100, world=SoloWorld())
-    assert [left(columns=columns) for columns in (0, 2, 1000)] == [10**6, 10**6 - 2 * (112 * 10 + 1600), 0]
-
-
-def test_two_jobs_may_keep_the_same_solver_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, said = tmp_path / "solver-1.pt", list[str]()
-    ones = Iterate(*[torch.ones(4, 2, dtype=torch.float64)] * 3, *[torch.ones(2, dtype=torch.float64)] * 2, 1)
-    mine, theirs = (StoppedSolver(path, 4, said.append) for _ in range(2))
-    save = torch.save
-
-    def meanwhile(content: Any, file: Any) -> None:
-        save(content, file)
-        monkeypatch.setattr(torch, "save", save)
-        theirs.keep(ones._replace(steps=2))
-
-    monkeypatch.setattr(torch, "save", meanwhile)
-    mine.keep(ones)
-    found = theirs.load(2)
-    assert found is not None and found.steps == 1 and said == ["the solver goes on after 1 steps"]
-    (tmp_path / "solver-1.0123.part").touch()
-    mine.remove()
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(fitting, "FEW", 100)
+    for memory_bytes in (10**6, 10**3):
+        found(labelled_table(200), penalties=[1.0], memory_bytes=memory_bytes)
+    assert given == [10**6 - 200 * CLASSES * (64 + 56), 0]

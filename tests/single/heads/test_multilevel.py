@@ -14,9 +14,10 @@ from torch import nn
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.heads.linear import fit_softmax
+from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.tasks import Classes
 from tests.single.heads.test_features import small_chain
 
 READER = """
@@ -40,7 +41,7 @@ def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path:
         features = classifier.features(images)
         labels = features[:, :3].argmax(1)
         rows = RowsInMemory(features, labels, torch.zeros(60, dtype=torch.bool))
-        fit = fit_softmax(rows, classes=3, world=SoloWorld(), penalties=[1e-3])
+        fit = fit_linear(rows, task=Classes(3), world=SoloWorld(), penalties=[1e-3])
         take(classifier.head, fit)
         logits = classifier(images)
     torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)

@@ -38,8 +38,9 @@ def test_a_run_keeps_what_it_is_privately_and_its_paths_absolute(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = os.umask(0)
+    cached = {"cache": "on", "cache_dir": "/cache", "augment": "none"}
     try:
-        record = start(tmp_path / "runs" / "a", data_dir="photos", cache_dir="/cache", weights="w.pt")
+        record = start(tmp_path / "runs" / "a", data="imagefolder", data_dir="photos", **cached, weights="w.pt")
     finally:
         os.umask(before)
     record.log("a line")

@@ -50,7 +50,7 @@ def test_what_would_not_go_on_exactly_is_refused_or_allowed_and_recorded(
 def test_a_rounded_cache_is_not_left_out_silently(tmp_path: Path) -> None:
     start(tmp_path, augment="none", cache="on", cache_dtype="bfloat16").close()
     with pytest.raises(RefusedError, match=r"cached as: bfloat16 \(on\) there, exact values here"):
-        check_directory(tmp_path, settings(augment="none", cache_dtype="bfloat16", resume=True), ENVIRONMENT)
+        check_directory(tmp_path, settings(augment="none", resume=True), ENVIRONMENT)
 
 
 def test_an_exact_cache_hosts_and_another_size_change_nothing_here(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.world import World
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.strategies.base import State
-from hvfreeze.strategies.local_sgd import LANES, LocalSgd
+from hvfreeze.strategies.local_sgd.strategy import LANES, LocalSgd
 from hvfreeze.strategies.rounds import Rounds
 from tests.single.ranks_in_threads import on_ranks
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hvfreeze.config.sections import StrategyConfig
+from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.strategies.schedules import ring_period, stale_batch
 from hvfreeze.strategies.stale_ring.build import cut_for_ring
+from hvfreeze.strategies.stale_ring.settings import StaleRingConfig
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
@@ -46,23 +47,23 @@ def test_the_modules_of_rank_0_are_smaller() -> None:
 
 
 def test_there_is_one_module_more_than_ranks() -> None:
-    settings = StrategyConfig(strategy="stale-ring")
-    assert [settings.ring_parts(ranks) for ranks in (1, 2, 3)] == [2, 3, 4]
-    assert StrategyConfig(strategy="stale-ring", parts=4).ring_parts(3) == 4
+    settings = StaleRingConfig()
+    assert [settings.modules(ranks) for ranks in (1, 2, 3)] == [2, 3, 4]
+    assert StaleRingConfig(parts=4).modules(3) == 4
     with pytest.raises(
         UsageError, match=r"--parts \(4\) must be one more than the number of ranks \(2\).*start 3 ranks"
     ):
-        StrategyConfig(strategy="stale-ring", parts=4).ring_parts(2)
+        StaleRingConfig(parts=4).modules(2)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "grid", "stale_after": 3}, r"--stale-after \(3\) must be used with --strategy stale-ring only"),
+        ({"strategy": "grid", "stale_after": 3}, "--stale-after is unknown here: it belongs to --strategy stale-ring"),
         ({"strategy": "stale-ring", "stale_after": -1}, r"--stale-after \(-1\) must be 0 or more"),
         ({"strategy": "stale-ring", "tied_gradient": "mean"}, r"--tied-gradient \(mean\) must be one of sum, half"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        StrategyConfig(**settings)  # type: ignore[arg-type]
+        from_dict(settings)

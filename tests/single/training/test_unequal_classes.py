@@ -112,7 +112,17 @@ def test_pages_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
 
 def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=18, tested=9)
-    flags = [*FLAGS.split(), "--epochs", "1", "--data-dir", str(folder), "--run-dir", str(tmp_path / "run")]
+    flags = [
+        "--data",
+        "imagefolder",
+        *FLAGS.split(),
+        "--epochs",
+        "1",
+        "--data-dir",
+        str(folder),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     outcome = call("train", *flags)
     assert outcome.returncode == 0 and "majority" not in outcome.stdout and "unequal" not in outcome.stdout, str(
         outcome
@@ -126,7 +136,17 @@ def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
 
 def test_a_test_set_of_one_class_is_told(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=18, tested=0)
-    flags = [*FLAGS.split(), "--epochs", "1", "--data-dir", str(folder), "--run-dir", str(tmp_path / "run")]
+    flags = [
+        "--data",
+        "imagefolder",
+        *FLAGS.split(),
+        "--epochs",
+        "1",
+        "--data-dir",
+        str(folder),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     outcome = call("train", *flags)
     assert "100.0 % of the test samples are of class common" in outcome.stdout, str(outcome)
     assert re.search(r"\| test [\d.]+ % \(balanced [\d.]+ %, majority class 100.00 %\)", outcome.stdout)
@@ -139,7 +159,17 @@ def test_models_with_labels_of_their_own_are_judged_by_these(tmp_path: Path) -> 
         names = [f"{name}/{number}.png" for name in ("common", "rare") for number in range(count)]
         rows += [f"{part},{name},{number % 2},{int(number % 9 == 0)}" for number, name in enumerate(names)]
     (tmp_path / "labels.csv").write_text("\n".join(rows))
-    flags = [*FLAGS.split(), "--strategy", "shared-trunk", "--tasks", str(tmp_path / "labels.csv"), "--epochs", "1"]
+    flags = [
+        "--data",
+        "imagefolder",
+        *FLAGS.split(),
+        "--strategy",
+        "shared-trunk",
+        "--tasks",
+        str(tmp_path / "labels.csv"),
+        "--epochs",
+        "1",
+    ]
     outcome = call("train", *flags, "--data-dir", str(folder), "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
     models = json.loads((tmp_path / "run" / "summary.json").read_text())["models"]

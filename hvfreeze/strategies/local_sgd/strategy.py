@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
 from hvfreeze.comm.replica_sync import (
     average_running_statistics,
@@ -31,8 +30,8 @@ from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult
-from hvfreeze.strategies.build_parts import check_left_out
 from hvfreeze.strategies.data_parallel import open_replicas, pooled
+from hvfreeze.strategies.local_sgd.settings import LocalSgdConfig
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 from hvfreeze.wording import plural
 
@@ -48,23 +47,11 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
         UsageError: settings do not go with local SGD, the model or the world; on all ranks.
     """
     world = context.world
-    raise_on_all_ranks(world, lambda: check_settings(config), name="local.settings")
     replica = open_replicas(context, config, exchanging=LoneRank(world))
-    steps = config.strategy.steps_alone
+    steps = LocalSgdConfig.of(config).local_steps
     context.say(f"local SGD: ranks train alone for {plural(steps, 'step')}, then take the mean of their models")
     wire = open_wire(world, [prefix + lane for prefix in ("", LOOKING) for lane in LANES])
     return LocalSgd(replica, world, wire, Rounds(world, steps))
-
-
-def check_settings(config: Config) -> None:
-    """Refuse settings that need ranks to meet in every step."""
-    freeze, compression = config.freeze, config.optimizer.compression
-    check_left_out(
-        "local-sgd",
-        ("freeze", freeze.freeze, not freeze.votes, "votes need equal models; choose none or static"),
-        ("shadow", freeze.shadow, freeze.shadow == "none", "votes need equal models"),
-        ("compression", compression, compression == "none", "no gradient travels"),
-    )
 
 
 @dataclass(eq=False)

@@ -1,0 +1,293 @@
+"""Products with the Gram matrix of all ranks' rows, which rank 0 asks for and all ranks compute together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.world import World
+from hvfreeze.heads.solution import Stopped
+
+T = TypeVar("T")
+
+
+def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
+    """Return the kernel exp(-|a - z|^2), (A, N), for `rows`, (A, K), and `centres`, (N, K)."""
+    exponents = torch.addmm(-centres.square().sum(1), rows, centres.t(), alpha=2)
+    # In place: matrices of this size cost more to get memory for than to compute.
+    return exponents.sub_(rows.square().sum(1, keepdim=True)).clamp_(max=0).exp_()
+
+
+TILE = 512
+"""Rows and columns of a tile of the Gram matrix; rows of a strip, which has a column for each centre."""
+ROUNDED_FROM = 16_384
+"""Rows from which kernel values are rounded to 16 bits, cached or not: it halves the cache. The errors, 4e-6 of
+standard deviation, make those of the whole matrix 9e-6 times the root of its rows: far below every penalty."""
+LEVELS = 65_534
+"""Steps between 0 and 1 of a rounded kernel value: an even number, so that 1 is not beyond the largest of 16 bits."""
+BLOCK_BYTES = 2**26
+"""Allocated at a time for the cache: tiles allocated one by one, between temporaries, take half as much again."""
+ALIGNED = 64
+"""Kernel values, a whole number of which each tile takes: products may depend on where their factors begin."""
+
+
+class TileCache:
+    """Tiles of a Gram matrix, of which as many are cached as memory allows; the others are recomputed.
+
+    The bits do not depend on what is cached.
+    """
+
+    def __init__(self, *, memory_bytes: int, rounded: bool, cells: int = TILE * TILE) -> None:
+        """Take the memory for tiles, whether kernel values are rounded, and a tile's most `cells`."""
+        self._cached: dict[tuple[int, int], Tensor] = {}
+        self._left = memory_bytes
+        self._block = torch.empty(0, dtype=torch.short if rounded else torch.float32)
+        self._wide = torch.empty(cells) if rounded else None
+
+    def __call__(self, place: tuple[int, int], rows: Tensor, centres: Tensor) -> Tensor:
+        """Return the tile of `rows` and `centres`, (A, B) float32, at `place`; valid until the next call."""
+        tile = self._cached.get(place)
+        if tile is None:
+            tile = gaussian(rows, centres)
+            if self._wide is not None:
+                tile = tile.sub_(0.5).mul_(LEVELS).round_().to(self._block.dtype)
+            cells = -(-tile.numel() // ALIGNED) * ALIGNED
+            if cells * tile.element_size() <= self._left:
+                tile = self._cached[place] = self._allocate(cells)[: tile.numel()].view_as(tile).copy_(tile)
+        if self._wide is None:
+            return tile
+        return self._wide[: tile.numel()].view_as(tile).copy_(tile).mul_(1 / LEVELS).add_(0.5)
+
+    def _allocate(self, cells: int) -> Tensor:
+        """Return memory for as many kernel values, of which there is enough."""
+        each = self._block.element_size()
+        if len(self._block) < cells:
+            self._block = self._block.new_empty(max(cells, min(BLOCK_BYTES, self._left) // each))
+        self._left -= cells * each
+        room, self._block = self._block[:cells], self._block[cells:]
+        return room
+
+
+class Products(ABC):
+    """Products of a matrix with vectors, over all ranks; rank 0 asks for them and the other ranks follow.
+
+    Rank 0 alone decides which product comes next, as in `linear.SumsOverRanks`: no decision rests on arithmetic that
+    could differ between processors. `passes` counts products.
+    """
+
+    def __init__(self, *, size: int, world: World, watch: Callable[[str], bool]) -> None:
+        """Take the vectors' length, and a function that is often called with the progress and may ask to stop."""
+        self.size = size
+        self._world, self._watch = world, watch
+        self._reached, self._stopped = "", False
+        self.passes, self.exchanged_bytes = 0, 0
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Return the product with `vectors`, (size, C), over all ranks: see `_partial`, but (..., size, C).
+
+        Rank 0 calls this while every other rank of the world is in `lead`. Collective.
+
+        Raises:
+            Stopped: some rank wants to stop.
+        """
+        self._ask(vectors.shape[1])
+        across = vectors.t().float().contiguous()
+        self._world.broadcast_(across, name="head.vectors")
+        return self._product(across).transpose(-1, -2)
+
+    def lead(self, work: Callable[[], T]) -> T | None:
+        """Return on rank 0 the result of `work`, which may use `times`, while the others follow. Collective.
+
+        None on them, and where one wants to stop.
+        """
+        if self._world.rank > 0:
+            while columns := self._ask(0):
+                vectors = torch.empty(columns, self.size)
+                self._world.broadcast_(vectors, name="head.vectors")
+                with suppress(Stopped):
+                    self._product(vectors)
+            return None
+        result = None
+        with suppress(Stopped):
+            result = work()
+        self._ask(0)
+        return result
+
+    def report(self, done: float) -> bool:
+        """Report the share of a pass that is done; return whether this rank wants to stop."""
+        note = f"pass {self.passes}, {100 * done:.0f} %{self._reached}"
+        self._stopped = self._watch(note) or self._stopped
+        return self._stopped
+
+    def report_error(self, error: float, tolerance: float) -> None:
+        """Take the solver's error, for the next notes."""
+        self._reached = f"; error {100 * error:.1f} %, target {100 * tolerance:.1f} %"
+
+    def count_bytes(self, tensor: Tensor) -> None:
+        """Count what this rank gives to an allreduce."""
+        if self._world.size > 1:
+            self.exchanged_bytes += tensor.numel() * tensor.element_size()
+
+    @abstractmethod
+    def _partial(self, vectors: Tensor) -> Tensor:
+        """Return this rank's part of the product with `vectors`, (C, size), as (..., C, size), alike on all ranks."""
+
+    def _ask(self, columns: int) -> int:
+        message = torch.tensor([columns], dtype=torch.int32)
+        self._world.broadcast_(message, name="head.command")
+        return int(message)
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        self.passes += 1
+        self.report(0)
+        part = self._partial(vectors)
+        # One element more: whether this rank wants to stop.
+        flat = torch.cat([part.flatten(), torch.tensor([self._stopped], dtype=part.dtype)])
+        self.count_bytes(flat)
+        flat = self._world.allreduce_sum(flat, name="head.products")
+        if flat[-1]:
+            raise Stopped
+        return flat[:-1].view(part.shape)
+
+
+class Gram(Products):
+    """K V for V, (N, C), with K[i, j] = exp(-|z_i - z_j|^2), (N, N), of all rows.
+
+    K is symmetric, so only tiles on and above its diagonal are computed, and dealt out to the ranks in turn, whoever
+    holds the rows.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        *,
+        world: World,
+        memory_bytes: int,
+        watch: Callable[[str], bool] = lambda note: False,
+    ) -> None:
+        """Take all ranks' rows, (N, K), the same on every rank; for `watch` see `Products`."""
+        super().__init__(size=len(rows), world=world, watch=watch)
+        self._rows = rows.split(TILE)
+        self._tiles = TileCache(memory_bytes=memory_bytes, rounded=len(rows) >= ROUNDED_FROM)
+
+    def _partial(self, vectors: Tensor) -> Tensor:
+        # Vectors first: this order of the product is three times as fast for few of them.
+        whole = torch.zeros_like(vectors)
+        given, sums = vectors.split(TILE, 1), whole.split(TILE, 1)
+        places = list(self._places())
+        for number, (above, right) in enumerate(places):
+            tile = self._tiles((above, right), self._rows[above], self._rows[right])
+            sums[above].addmm_(given[right], tile.t())
+            if above != right:
+                sums[right].addmm_(given[above], tile)
+            if self.report((number + 1) / len(places)):
+                break
+        return whole
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        count = len(self._rows)
+        every = ((above, right) for above in range(count) for right in range(above, count))
+        yield from (place for number, place in enumerate(every) if number % self._world.size == self._world.rank)
+
+
+class CentreProducts(Products):
+    """K_C' W K_C V and K_CC V for V, (M, C): K_C compares rows with centres, K_CC the centres with each other.
+
+    Each rank sums over its own rows. W are the rows' weights; the last columns give held-out rows none.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        centres: Tensor,
+        *,
+        places: Tensor,
+        weights: Tensor,
+        held_out: Tensor,
+        columns: int,
+        rounded: bool,
+        world: World,
+        memory_bytes: int,
+        watch: Callable[[str], bool],
+    ) -> None:
+        """Take this rank's rows, and the centres of all ranks.
+
+        Args:
+            rows: this rank's, (B, K).
+            centres: (M, K), the same on every rank.
+            places: (B,) int64, each row's place among the centres; -1 for one that is none.
+            weights: (B,) float32.
+            held_out: (B,) bool, rows that only the first columns count.
+            columns: how many columns count all rows.
+            rounded: whether kernel values are rounded, see `ROUNDED_FROM`.
+            world: the ranks.
+            memory_bytes: for kernel values that are cached; others are recomputed in each pass.
+            watch: see `Products`.
+        """
+        super().__init__(size=len(centres), world=world, watch=watch)
+        self._centres, self._columns = centres, columns
+        self._rows = [
+            (strip, there >= 0, there[there >= 0], weight, held)
+            for strip, there, weight, held in zip(*(each.split(TILE) for each in (rows, places, weights, held_out)))
+            if len(strip)
+        ]
+        self._tiles = TileCache(memory_bytes=memory_bytes, rounded=rounded, cells=TILE * len(centres))
+
+    def normal_matrix(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return K_C' W K_C, (M, M) float32, of some `rows`, (B, K) here, of all ranks. Collective, outside `lead`."""
+        sums, strips = torch.zeros(self.size, self.size), rows.split(TILE)
+        for number, (strip, weight) in enumerate(zip(strips, weights.split(TILE))):
+            tile = gaussian(strip, self._centres)
+            sums.addmm_(tile.t(), tile * weight[:, None])
+            if self.report((number + 1) / len(strips)):
+                break
+        self.count_bytes(sums)
+        self._world.wait(self._world.start_allreduce_(sums, name="head.normal"))
+        return sums
+
+    def right_sides(self, targets: Callable[[slice], Tensor], *, copies: int) -> Tensor:
+        """Return K_C' W Y, (M, copies x outputs) float64, where `targets` returns Y of some rows. Collective.
+
+        Outside `lead`. The first copy counts all rows, the last one leaves held-out rows out.
+        """
+        sums, done = None, 0
+        for number, (strip, _, _, weight, held) in enumerate(self._rows):
+            given = (targets(slice(done, done + len(strip))).float() * weight[:, None]).t().repeat(copies, 1)
+            given[self._columns :, held] = 0
+            part = given @ self._tiles((number, 0), strip, self._centres)
+            sums = part.double() if sums is None else sums.add_(part)
+            done += len(strip)
+            self.report((number + 1) / len(self._rows))
+        whole = torch.zeros(copies * self._columns, self.size, dtype=torch.float64) if sums is None else sums
+        self.count_bytes(whole)
+        return self._world.allreduce_sum(whole, name="head.right").t()
+
+    def answers(self, weights: Tensor) -> Tensor:
+        """Return K_C A of this rank's rows, (B, C) float32, for A, (M, C). Not a collective."""
+        across, done = weights.t().float().contiguous(), 0
+        # Allocated at once: parts of it between strips, which are freed, would leave holes of gigabytes in all.
+        answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
+        for number, (strip, *_) in enumerate(self._rows):
+            tile = self._tiles((number, 0), strip, self._centres)
+            answers[done : done + len(strip)] = (across @ tile.t()).t()
+            done += len(strip)
+        return answers
+
+    def _partial(self, vectors: Tensor) -> Tensor:
+        # float64: the sums of the largest eigenvalues would swallow the smallest, which a weak penalty counts on.
+        sums = torch.zeros(2, *vectors.shape, dtype=torch.float64)
+        for number, (strip, is_centre, there, weight, held) in enumerate(self._rows):
+            tile = self._tiles((number, 0), strip, self._centres)
+            answers = vectors @ tile.t()
+            sums[1][:, there] = answers[:, is_centre].double()
+            answers *= weight
+            answers[self._columns :, held] = 0
+            sums[0] += answers @ tile
+            if self.report((number + 1) / len(self._rows)):
+                break
+        return sums

@@ -1,0 +1,117 @@
+"""A kernel head of few rows in closed form, and its penalty: each sample is left out in turn.
+
+With G = (S K S + penalty)^-1 for the rows' kernel K and the roots S of their weights, and duals G S Y, the raw answers
+to the rows g of a sample, of a fit to all others, are Y[g] - S[g]^-1 G[g, g]^-1 (G S Y)[g].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvfreeze.heads.kernel_products import gaussian
+from hvfreeze.heads.projection import AllRows
+from hvfreeze.heads.rows import RowInfo
+from hvfreeze.heads.solution import PenaltyTrial
+from hvfreeze.heads.tasks import Calibration, Task
+
+LEAST_GAIN = 0.03
+"""A stronger penalty must lower the loss by this share: a fit to more rows, as the last one, wants a weaker penalty."""
+
+
+class ClosedForm(NamedTuple):
+    """A fit to few rows, and what leaving each out in turn says of it."""
+
+    penalty: float
+    calibration: Calibration
+    """By the rows that choose."""
+    trials: tuple[PenaltyTrial, ...]
+    """Of all penalties, in the order tried."""
+    weights: Tensor
+    """A, (N, outputs) float64."""
+    answers: Tensor
+    """K A, (N, outputs) float64."""
+
+
+def fit_few(
+    projected: Tensor, rows: AllRows, task: Task, penalties: Sequence[float], *, choosing: Tensor, whole: bool
+) -> ClosedForm:
+    """Return the fit with the best of the penalties, by the rows `choosing`, (N,) bool. Not a collective.
+
+    Trials are of held-out rows; `whole` is false where `rows` are a part of all. One factor of an (N, N) matrix for
+    each penalty.
+    """
+    points, roots = projected.double(), rows.weights.double().sqrt()[:, None]
+    kernel, targets = gaussian(points, points).mul_(roots).mul_(roots.t()), task.targets(rows.labels)
+    groups = views_of(rows.samples)
+    found = []
+    for penalty in penalties:
+        inverse, duals = inverted(kernel, roots * targets, penalty)
+        answers = targets - residuals(inverse, duals, groups) / roots
+        calibration, loss = judge(task, answers[choosing], rows.only(choosing))
+        trial = trial_of(task, penalty, answers[rows.held_out], rows.only(rows.held_out), steps=0, whole=whole)
+        fitted = ClosedForm(penalty, calibration, (trial,), roots * duals, targets - penalty * duals / roots)
+        found.append((loss, fitted))
+    bound = (1 + LEAST_GAIN) * min(loss for loss, _ in found)
+    # A NaN is no loss: nothing is judged then, and the first penalty is as good as another.
+    best = min((fitted for loss, fitted in found if not loss > bound), key=lambda fitted: fitted.penalty)
+    return best._replace(trials=tuple(trial for _, fitted in found for trial in fitted.trials))
+
+
+def judge(task: Task, answers: Tensor, rows: RowInfo) -> tuple[Calibration, float]:
+    """Return the calibration that suits raw answers, (N, outputs), to these rows; and its loss."""
+    samples = len(rows.samples.unique())
+    calibration = task.calibrate(answers, rows.labels, rows.weights, samples=samples)
+    loss = task.smoothed_loss(calibration.apply(answers), rows.labels, rows.weights, samples=samples)
+    return calibration, loss
+
+
+def trial_of(task: Task, penalty: float, answers: Tensor, held: RowInfo, *, steps: int, whole: bool) -> PenaltyTrial:
+    """Return what held-out rows say of raw answers, (N, outputs), that were not fitted to them.
+
+    They are calibrated by themselves, so that the loss can be compared with another head's.
+    """
+    if not len(held.samples):
+        return PenaltyTrial(penalty, math.nan, math.nan, steps, whole)
+    logits = judge(task, answers, held)[0].apply(answers)
+    return PenaltyTrial(
+        penalty, task.loss(logits, held.labels, held.weights), task.score(logits, held.labels), steps, whole
+    )
+
+
+def inverted(kernel: Tensor, right: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """Return G = (`kernel` + penalty)^-1, (N, N) float64, and G `right`."""
+    shifted = kernel.clone()
+    shifted.diagonal().add_(penalty)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+    return inverse, inverse @ right
+
+
+def residuals(inverse: Tensor, duals: Tensor, groups: Sequence[Tensor]) -> Tensor:
+    """Return G[g, g]^-1 duals[g], (N, outputs) float64, for the rows g of every group.
+
+    Args:
+        inverse: G, (N, N) float64.
+        duals: (N, outputs) float64.
+        groups: (groups, rows of each), each row in one.
+    """
+    found = torch.empty_like(duals)
+    for rows in groups:
+        blocks = inverse[rows[:, :, None], rows[:, None, :]]
+        found[rows] = torch.linalg.solve(blocks, duals[rows])
+    return found
+
+
+def views_of(samples: Tensor) -> list[Tensor]:
+    """Return the rows of each sample, (samples, views) for each number of views that there is."""
+    _, place, counts = samples.unique(return_inverse=True, return_counts=True)
+    order = place.argsort(stable=True)
+    ends = counts.cumsum(0)
+    return [
+        torch.stack([order[ends[counts == count] - count + view] for view in range(count)], 1)
+        for count in counts.unique().tolist()
+    ]

@@ -1,0 +1,95 @@
+"""What conjugate gradients are preconditioned by: the same problem with few centres, solved by a Cholesky factor.
+
+With centres C, K_C' W K_C + penalty K_CC is the matrix of kernel ridge regression whose solution has weights for
+centres alone (Rudi, Carratino and Rosasco, "FALKON: An Optimal Large Scale Kernel Method", NIPS 2017). Its factor from
+a sample of the rows preconditions a problem with as many centres. By the formula of Woodbury, the factor from few
+centres (Williams and Seeger, NIPS 2000) preconditions the problem in which all rows are centres.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hvfreeze.heads.kernel_products import TILE, gaussian
+
+CENTRES = 1024
+"""Nystrom centres, where all rows are compared with each other."""
+JITTER = 1e-7
+"""Added to the diagonal, as a share of its mean, and ten times as much until a factor is found: equal centres."""
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Return the factor of a positive matrix, (M, M) float64, that rounding may have left a little less than that.
+
+    As much is added to its diagonal as that takes; `matrix` is overwritten.
+    """
+    mean, added = float(matrix.diagonal().mean()), JITTER
+    matrix.diagonal().add_(JITTER * mean)
+    while True:
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if not failed:
+            return factor
+        matrix.diagonal().add_(9 * added * mean)
+        added *= 10
+
+
+def centres_inverse(centres: Tensor, normal: Tensor, penalty: float) -> Callable[[Tensor], Tensor]:
+    """Return what multiplies by (`normal` + penalty K_CC)^-1, for `normal`, (M, M), about K_C' W K_C."""
+    factor = cholesky(normal.double().add_(gaussian(centres, centres), alpha=penalty))
+    return lambda vectors: torch.cholesky_solve(vectors, factor)
+
+
+class NystromInverse:
+    """About (S K S + penalty)^-1, for K of all rows, (N, N), and diagonal S: the roots of the rows' weights.
+
+    With K about C K_CC^-1 C' + rest, where C compares all rows with some of them, the centres, and delta =
+    penalty + rest, it is (1 - S C (delta K_CC + C' S^2 C)^-1 C' S) / delta. There is a factor for each S.
+    """
+
+    def __init__(self, rows: Tensor, roots: Sequence[Tensor], penalty: float, *, centres: int = CENTRES) -> None:
+        """Take the projected rows, (N, K) float32, each (N,) float64 S, 0 for left-out rows, and the penalty.
+
+        Not a collective. Rows that an S leaves out are in the first one.
+        """
+        chosen = rows[:: -(-len(rows) // centres)]
+        # Allocated at once, as `CentreProducts.answers`.
+        self._values = torch.empty(len(rows), len(chosen))
+        normals = [torch.zeros(len(chosen), len(chosen), dtype=torch.float64) for _ in roots]
+        weights = [root.square().float() for root in roots]
+        for start in range(0, len(rows), TILE):
+            part = slice(start, start + TILE)
+            tile = self._values[part].copy_(gaussian(rows[part], chosen))
+            for number, normal in enumerate(normals):
+                # A later one differs from the first in the rows that it leaves out alone.
+                weight = weights[number][part] - (weights[0][part] if number else 0)
+                some = weight != 0
+                normal += tile[some].t() @ (tile[some] * weight[some, None])
+        core = gaussian(chosen.double(), chosen.double())
+        explained = torch.cholesky_solve(normals[0], cholesky(core.clone())).trace() / weights[0].sum()
+        self._delta = penalty + max(0.0, 1 - float(explained))
+        self._roots = roots
+        self._factors = [
+            cholesky(self._delta * core + normals[0] + (normal if number else 0))
+            for number, normal in enumerate(normals)
+        ]
+
+    def times(self, vectors: Tensor, which: Tensor) -> Tensor:
+        """Return the product with `vectors`, (N, C) float64, of the S of number `which`, (C,) int64, for each."""
+        scaled = torch.empty(vectors.shape)
+        groups = [(root[:, None], factor, which == number) for number, (root, factor) in enumerate(self._parts())]
+        for root, _, some in groups:
+            scaled[:, some] = (root * vectors[:, some]).float()
+        inside = (self._values.t() @ scaled).double()
+        for _, factor, some in groups:
+            inside[:, some] = torch.cholesky_solve(inside[:, some], factor)
+        beside = self._values @ inside.float()
+        for root, _, some in groups:
+            scaled[:, some] = (root * beside[:, some]).float()
+        return (vectors - scaled) / self._delta
+
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self._roots, self._factors, strict=True))

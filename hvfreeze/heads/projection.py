@@ -1,0 +1,238 @@
+"""Projected features: each row as its leading principal components, scaled for a Gaussian kernel.
+
+Of many rows a sample decides the projection, and features are not kept: each row is needed once. Projected features of
+all ranks are gathered where the kernel needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvfreeze.comm.world import World
+from hvfreeze.heads.moments import (
+    EXTREME,
+    NO_CLASSES,
+    FeaturesError,
+    Prepared,
+    Sketch,
+    check_extreme,
+    covariance,
+    far_ones,
+    numbered,
+    prepare,
+    without_whole_classes,
+)
+from hvfreeze.heads.rows import RowInfo, WholeRows, gather
+
+MOST_COMPONENTS = 512
+"""Principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
+WHITENING = 0.15
+"""Each component is divided by its variance to this power; chosen on held-out rows of one seed of CIFAR-10."""
+LEAST_VARIANCE = 1e-7
+"""Share of all variance below which a component is rounding of float32."""
+DISTANCE = 1.5
+"""Mean squared distance of two projected rows, the kernel's bandwidth; chosen with `WHITENING`."""
+
+
+class Projected(NamedTuple):
+    """This rank's rows after projection, without those that are left out."""
+
+    rows: Tensor
+    """(B, K) float32: P x + p."""
+    info: RowInfo
+    used: Tensor
+    """(rows,) bool, which of this rank's rows these are."""
+    projection: Tensor
+    """P, (K, D) float32, equal on all ranks."""
+    shift: Tensor
+    """p, (K,) float32."""
+    left_out: tuple[int, ...]
+    """Samples of all ranks that are left out, ascending."""
+    passes: int
+    """Over rows of features; a pass over a sample counts as one."""
+
+
+@dataclass(frozen=True)
+class AllRows(RowInfo):
+    """What is known of the rows of all ranks, in the order of samples, the same on every rank."""
+
+    own: Tensor
+    """(B,) int64, the places of this rank's own rows, in their order."""
+
+    def only(self, kept: Tensor) -> AllRows:
+        """Return those of the rows of which `kept`, (N,) bool, is true."""
+        return AllRows(**vars(super().only(kept)), own=self.places(kept))
+
+    def places(self, kept: Tensor) -> Tensor:
+        """Return the places of this rank's own rows among those of which `kept`, (N,) bool, is true."""
+        return (kept.cumsum(0) - 1)[self.own[kept[self.own]]]
+
+    def part(self, most: int) -> Tensor:
+        """Return, (N,) bool, all views of evenly spread samples, at most about `most` rows.
+
+        Where no held-out ones are among them, with all of these: they are few then.
+        """
+        step = -(-len(self.samples) // most)
+        if step < 2:
+            return torch.ones_like(self.held_out)
+        some = torch.isin(self.samples, self.samples.unique()[::step])
+        return some if (some & self.held_out).any() else some | self.held_out
+
+    def spread(self, count: int) -> Tensor:
+        """Return, (N,) bool, `count` rows, as evenly spread over the samples as can be."""
+        rows = len(self.samples)
+        kept = torch.zeros_like(self.held_out)
+        kept[torch.arange(min(count, rows)) * rows // max(1, min(count, rows))] = True
+        return kept
+
+
+def project_rows(
+    rows: WholeRows,
+    *,
+    components: int = MOST_COMPONENTS,
+    world: World,
+    stop: Callable[[int], bool],
+    no_labels: Tensor = NO_CLASSES,
+) -> Projected | None:
+    """Return this rank's rows as so many components at most, None where some rank wants to stop. Collective.
+
+    `stop` is called with the number of this rank's rows that have been read, after every chunk.
+
+    Raises:
+        FeaturesError: a feature is NaN or infinite, or too many samples are extreme; on all ranks.
+        UsageError: no rank has a row.
+    """
+    offered = rows.sample()
+    some = rows if offered is None else offered
+    if gather(some, world=world, stop=stop):
+        return None
+    prepared = prepare(some, world=world, columns=min(rows.width, components), no_labels=no_labels)
+    matrix, shift = projection_of(prepared, world=world)
+    if offered is None:
+        parts = [torch.addmm(shift, chunk.features.float(), matrix.t()) for chunk in prepared.rows.chunks()]
+        mine = torch.cat([torch.zeros(0, len(matrix)), *parts])
+        return Projected(mine, prepared.info, prepared.used, matrix, shift, prepared.left_out, prepared.passes + 1)
+    return _project_streamed(rows, prepared, matrix, shift, world=world, stop=stop, no_labels=no_labels)
+
+
+def _project_streamed(
+    rows: WholeRows,
+    prepared: Prepared,
+    matrix: Tensor,
+    shift: Tensor,
+    *,
+    world: World,
+    stop: Callable[[int], bool],
+    no_labels: Tensor,
+) -> Projected | None:
+    """Pass over all rows once, with the projection that a sample has decided; without extreme rows. Collective."""
+    projected, infos = torch.zeros(rows.count, len(matrix)), [RowInfo.none(no_labels)]
+    done, stopped = 0, False
+    for chunk in rows.chunks():
+        torch.addmm(shift, chunk.features.float(), matrix.t(), out=projected[done : done + len(chunk)])
+        infos.append(chunk.info)
+        done += len(chunk)
+        stopped = stop(done)
+        if stopped:
+            break
+    if world.allreduce_sum(torch.tensor([int(stopped)], dtype=torch.int32), name="head.project.stop").item():
+        return None
+    info, sizes = RowInfo.together(infos), projected.square().sum(1).double()
+    _check_finite(info.samples[~sizes.isfinite()], world=world)
+    found = Sketch(torch.zeros(0, 0), sizes, info)
+    extreme = far_ones(found, sizes, EXTREME, world=world)
+    if extreme:
+        extreme = without_whole_classes(extreme, found, world=world)
+        check_extreme(extreme, found, world=world)
+    used = ~torch.isin(info.samples, torch.tensor(extreme, dtype=torch.int64))
+    if not used.all():
+        projected, info = projected[used], info.only(used)
+    return Projected(projected, info, used, matrix, shift, tuple(extreme), prepared.passes + 1)
+
+
+def _check_finite(damaged: Tensor, *, world: World) -> None:
+    """Raise FeaturesError, on all ranks, where any has `damaged` samples, by number."""
+    everyones = world.allgather_object(damaged.unique().tolist(), name="head.damaged")
+    samples = sorted({sample for theirs in everyones for sample in theirs})
+    if samples:
+        raise FeaturesError(
+            f"head fit: features are NaN or infinite, or their squares are, in {numbered(samples)}: the weights or the "
+            "images are damaged, or the precision is too small for the network",
+            samples,
+        )
+
+
+def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
+    """Return P, (K, D), and p, (K,), float32, equal on all ranks: P x + p are a row's components. Collective.
+
+    K is the number of the sketch's columns.
+    """
+    product, standard = prepared.product, prepared.standard
+    width = product.shape[1]
+    matrix, shift = torch.zeros(width, len(product)), torch.zeros(width)
+    if world.rank == 0:
+        leading = covariance(product)
+        # A feature that varies at all has variance 1 here: where none does, no component is left.
+        kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
+        variances = leading.values[kept].pow(1 - 2 * WHITENING)
+        size = (DISTANCE / (2 * variances.sum())).sqrt()
+        scaled = leading.directions[:, kept] * leading.values[kept].pow(-WHITENING) * size
+        weights = (scaled * standard.scale[:, None]).t()
+        matrix[: len(weights)] = weights.float()
+        shift[: len(weights)] = -(weights @ standard.mean).float()
+    world.broadcast_(matrix, name="head.projection")
+    world.broadcast_(shift, name="head.shift")
+    return matrix, shift
+
+
+def gather_info(mine: RowInfo, *, world: World) -> AllRows:
+    """Return what is known of all ranks' rows. Collective.
+
+    Rows stand in the order of their samples, so that what is chosen among them does not depend on who holds which.
+    """
+    counts = world.allgather_object(len(mine.samples), name="head.counts")
+    # Of samples that two ranks give one number, each is its own.
+    samples = gathered(mine.samples * world.size + world.rank, counts, world=world)
+    order = samples.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    first = sum(counts[: world.rank])
+    return AllRows(
+        labels=gathered(mine.labels, counts, world=world)[order],
+        held_out=gathered(mine.held_out.int(), counts, world=world)[order].bool(),
+        samples=samples[order],
+        weights=gathered(mine.weights, counts, world=world)[order],
+        own=place[first : first + len(mine.samples)],
+    )
+
+
+def gather_projected(mine: Tensor, everyone: AllRows, kept: Tensor, *, world: World) -> Tensor:
+    """Return the projected rows, (N', K), of all ranks of which `kept`, (N,) bool, is true. Collective.
+
+    `mine` are this rank's rows, (B, K).
+    """
+    own, places = mine[kept[everyone.own]], everyone.places(kept)
+    counts = world.allgather_object(len(own), name="head.counts")
+    whole = torch.zeros(sum(counts), mine.shape[1])
+    for root, there in enumerate(gathered(places, counts, world=world).split(list(counts))):
+        if len(there):
+            part = own if root == world.rank else torch.zeros(len(there), mine.shape[1])
+            world.broadcast_(part, name="head.rows", root=root)
+            whole[there] = part
+    return whole
+
+
+def gathered(mine: Tensor, counts: Sequence[int], *, world: World) -> Tensor:
+    """Return all ranks' rows of `mine`, (N, ...), in rank order; `counts` has each rank's number. Collective."""
+    whole = torch.zeros(sum(counts), *mine.shape[1:], dtype=mine.dtype)
+    for root, part in enumerate(whole.split(list(counts))):
+        if root == world.rank:
+            part.copy_(mine)
+        if len(part):
+            world.broadcast_(part, name="head.parts", root=root)
+    return whole

@@ -1,0 +1,155 @@
+"""`hvfreeze.fit_head`: a script's last layer, fitted in closed form to the features of all ranks' samples.
+
+    hvfreeze.fit_head(model, loader)
+
+It may stand before, between or after epochs of a script for Horovod, or of one process. A model that is replicated on
+all ranks ends in the same layer on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.errors import UsageError
+from hvfreeze.heads.linear import PENALTIES, fit_linear
+from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task
+from hvfreeze.integration.samples import Split, inputs_and_labels
+from hvfreeze.integration.script_world import script_world
+from hvfreeze.model.modes import state_kept
+from hvfreeze.model.traced import call
+
+TASKS: dict[str, type[Task]] = {"classes": Classes, "labels": MultiLabel, "numbers": Numbers}
+HELD_OUT_EVERY = 10
+"""Every tenth sample chooses the penalty, as in `hvfreeze auto`."""
+
+
+def fit_head(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    task: str = "classes",
+    class_weights: str | Sequence[float] | None = None,
+    penalty: float | None = None,
+    split: Split = inputs_and_labels,
+    process_set: Any = None,
+) -> Solution:
+    """Fit the last layer of `model` to the samples of all ranks' loaders; return the fit's numbers. Collective.
+
+    The layer gets the weights that minimise the loss with a ridge penalty on standardised features, the same on all
+    ranks. Every tenth sample chooses the penalty, then all are fitted. The blocks before it run once, in evaluation
+    mode, and stay as they are. The features of a rank's samples are kept in its memory.
+
+    Args:
+        model: a replicated classifier that ends in an `nn.Linear` with a bias; wrappers with `module` are opened.
+        loader: gives this rank's batches; every rank has its own samples, as with a `DistributedSampler`.
+        task: `classes` for int64 labels (B,), `labels` for any number of them, (B, outputs) of 0 and 1, or `numbers`
+            for regression, (B, outputs) or (B,) for one output.
+        class_weights: of `classes`, how much each one's errors count: a number for each, or `balanced` for the inverse
+            of their frequencies. None counts all samples alike.
+        penalty: above 0; None chooses.
+        split: takes a batch apart into inputs and labels.
+        process_set: one of Horovod's; None is all ranks.
+
+    Returns:
+        The penalty, and in `chosen` the held-out loss and accuracy (R^2 of numbers) of a fit to the other samples.
+
+    Raises:
+        UsageError: the model does not end in such a layer, or labels do not suit it; on all ranks.
+        NumericsError: a feature is NaN or infinite; on all ranks.
+    """
+    world = script_world(process_set)
+    if task not in TASKS:
+        raise UsageError(f"task ({task}) must be one of {', '.join(TASKS)}").on_all_ranks()
+    whole = getattr(model, "module", model)
+    layer, features, labels = raise_on_all_ranks(world, lambda: see(whole, loader, task, split), name="head.features")
+    answers = TASKS[task](layer.out_features)
+    weights = None
+    if class_weights is not None:
+        weights = row_weights(labels, class_weights, answers, world)
+    held_out = torch.arange(len(labels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    samples = torch.arange(len(labels)) * world.size + world.rank
+    rows = RowsInMemory(features, labels, held_out, samples, weights)
+    fit = fit_linear(rows, task=answers, world=world, penalties=PENALTIES if penalty is None else [penalty])
+    assert fit is not None, "nobody stops it"
+    take(layer, fit)
+    return fit.numbers()
+
+
+def see(model: nn.Module, loader: Iterable[Any], task: str, split: Split) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return the last layer, its inputs, (N, D) float32, for all samples of this rank's loader, and their labels."""
+    last: list[tuple[nn.Linear, Tensor, Tensor]] = []
+
+    def note(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Linear)
+        last[:] = [(layer, given[0], output)]
+
+    linear = [module for module in model.modules() if type(module) is nn.Linear]
+    handles = [module.register_forward_hook(note) for module in linear]
+    features, labels = list[Tensor](), list[Tensor]()
+    try:
+        with state_kept(model), torch.no_grad():
+            model.eval()
+            for batch in loader:
+                inputs, truth = split(batch)
+                last.clear()
+                output = call(model, inputs)
+                output = getattr(output, "logits", output)
+                if not last or last[0][2] is not output or last[0][0].bias is None or output.dim() != 2:
+                    raise UsageError(
+                        f"fit_head: {type(model).__name__} does not end in an nn.Linear with a bias whose output, "
+                        "(B, outputs), it returns; give its logits, without a softmax behind them"
+                    )
+                features.append(last[0][1].float().clone())
+                labels.append(checked(torch.as_tensor(truth), output.shape, task))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not features:
+        raise UsageError("fit_head: the loader of this rank has no batches; every rank needs one at least")
+    return last[0][0], torch.cat(features), torch.cat(labels)
+
+
+def checked(labels: Tensor, shape: torch.Size, task: str) -> Tensor:
+    """Return a batch's labels as the task has them, for logits of this shape, (B, outputs)."""
+    if task == "classes":
+        if labels.shape != shape[:1] or labels.is_floating_point() or not bool((labels >= 0).all()):
+            raise UsageError(
+                f"fit_head: labels of shape {tuple(labels.shape)}, {labels.dtype}, must be {shape[0]} classes"
+            )
+        if int(labels.max()) >= shape[1]:
+            raise UsageError(f"fit_head: a label is {int(labels.max())}, and the last layer has {shape[1]} outputs")
+        return labels.long().clone()
+    labels = labels.reshape(-1, 1) if labels.dim() == 1 and shape[1] == 1 else labels
+    if labels.shape != shape:
+        raise UsageError(
+            f"fit_head: labels of shape {tuple(labels.shape)} must have that of the logits, {tuple(shape)}"
+        )
+    if not bool(labels.isfinite().all()) or (task == "labels" and not bool(((labels == 0) | (labels == 1)).all())):
+        raise UsageError(f"fit_head: labels must be {'0 or 1' if task == 'labels' else 'finite numbers'}")
+    return labels.float().clone()
+
+
+def row_weights(labels: Tensor, given: str | Sequence[float], task: Task, world: World) -> Tensor:
+    """Return (N,) float32, each row's class weight. Collective."""
+    if not isinstance(task, Classes):
+        raise UsageError("class_weights is of task='classes' alone").on_all_ranks()
+    if isinstance(given, str):
+        if given != "balanced":
+            raise UsageError(f"class_weights ({given}) must be balanced, or a number for each class").on_all_ranks()
+        counts = world.allreduce_sum(torch.bincount(labels, minlength=task.outputs), name="head.classes")
+        return (counts.sum() / (task.outputs * counts.clamp(min=1))).float()[labels]
+    weights = torch.tensor(list(given), dtype=torch.float32)
+    if len(weights) != task.outputs or not bool((weights > 0).all()) or not bool(weights.isfinite().all()):
+        raise UsageError(
+            f"class_weights ({given}) must be {task.outputs} numbers above 0, one for each output of the last layer"
+        ).on_all_ranks()
+    return weights[labels]

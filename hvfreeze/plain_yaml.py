@@ -1,0 +1,74 @@
+"""YAML that holds plain values, read without building anything else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 2**20
+DEEPEST = 16
+BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
+
+    A key that comes twice is refused, where YAML's readers let the last one win. As on a command line `on` and `off`
+    are text, and a number that begins with 0 is decimal; YAML 1.1 has them for booleans and octal.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a value, or refuse it where it is an alias or lies too deep."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*NAME) is not read; write the value out")
+        if self._depth >= DEEPEST:
+            raise yaml.YAMLError(f"values are nested deeper than {DEEPEST} levels")
+        self._depth += 1
+        try:
+            node: yaml.Node | None = super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, count in keys.most_common(1):
+                if count > 1:
+                    raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
+        return node
+
+
+def construct_integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
+    """Return the integer that stands in a file."""
+    if re.fullmatch(r"[-+]?0[0-9]+", text := str(loader.construct_scalar(node))):
+        return int(text)
+    return loader.construct_yaml_int(node)
+
+
+PlainLoader.add_constructor(INTEGER, construct_integer)
+PlainLoader.yaml_implicit_resolvers = {
+    first: [entry for entry in known if first not in ("o", "O") or entry[0] != BOOLEAN]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+    """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
+
+    Raises:
+        ValueError: it is something else; says in one line what.
+    """
+    if len(text) > most_bytes:
+        raise ValueError(f"it is longer than {most_bytes} bytes")
+    try:
+        return yaml.load(text.decode("utf-8"), PlainLoader)
+    except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            reason if isinstance(error, (yaml.YAMLError, ValueError)) else f"{type(error).__name__}: {reason}"
+        ) from error

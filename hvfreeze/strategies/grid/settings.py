@@ -1,0 +1,82 @@
+"""The settings of a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from hvfreeze.config.rules import choice, rule
+from hvfreeze.config.section import CutConfig, Parts, Refusal, setting
+from hvfreeze.config.sections import VOTE_WEIGHTS
+from hvfreeze.wording import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridConfig(CutConfig):
+    """One model cut over ranks, in several replicas."""
+
+    strategy: str = "grid"
+    parts: Parts | None = setting(
+        None, "P", "ranks over which the model is cut; default: all ranks, or those that --replicas leaves to each"
+    )
+    replicas: Parts | None = setting(None, "R", "copies of the model, each on --parts ranks; default: 1")
+    micro_batches: Parts | None = setting(
+        None, "M", "parts of a batch that follow each other through the model; default: 2 a part, 1 with one part"
+    )
+    pipeline: Annotated[str, choice("fill-drain", "1f1b")] = setting(
+        "1f1b", "HOW", "fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits"
+    )
+    redeal: Annotated[str, choice("on", "off")] = setting(
+        "off",
+        "HOW",
+        "on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait)",
+    )
+
+    builder = "hvfreeze.strategies.grid.build:open_grid"
+    page = "grid"
+    blocks = "residual"
+
+    @property
+    def redeals(self) -> bool:
+        """Whether the ranks are dealt out anew when the front of the model freezes."""
+        return self.redeal == "on"
+
+    def ranks_per_replica(self, ranks: int) -> int:
+        """Return over how many of `ranks` ranks the model is cut.
+
+        Raises:
+            UsageError: --parts and --replicas do not make up the number of ranks.
+        """
+        parts = self.parts or max(1, ranks // (self.replicas or 1))
+        replicas = self.replicas or max(1, ranks // parts)
+        rule(
+            parts * replicas == ranks,
+            "parts",
+            parts,
+            f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
+            f"start {plural(parts * replicas, 'rank')}, or leave one of the two out",
+        )
+        return parts
+
+    def reads_images(self, place: int) -> bool:
+        """Tell whether a rank is, or may become, the first of a line."""
+        return place == 0 or self.redeals
+
+    def refusals(self, config: Any) -> list[Refusal]:
+        """Refuse settings that do not go with a grid."""
+        optimizer, weight = config.optimizer, config.freeze.vote_weight
+        weight_fits = weight in VOTE_WEIGHTS or not self.redeals
+        kind = optimizer.compression.partition(":")[0]
+        return [
+            ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
+            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
+            ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
+            ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
+        ]
+
+    def unread(self, leaf: str, *, ranks: int) -> str | None:
+        """Return why nothing is passed on, where the model is not cut."""
+        if ranks == 1 and leaf != "micro_batches":
+            return "there is one rank"
+        whole = self.ranks_per_replica(ranks) == 1
+        return "--parts is 1" if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal") else None

@@ -1,0 +1,36 @@
+"""The settings of local SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from hvfreeze.config.rules import between
+from hvfreeze.config.section import Refusal, StrategyConfig, setting
+
+Round = Annotated[int, between(1, 2**31 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgdConfig(StrategyConfig):
+    """Replicas train alone for some steps, then take their mean."""
+
+    strategy: str = "local-sgd"
+    local_steps: Round = setting(10, "J", "optimizer steps that a rank makes alone in a round")
+
+    builder = "hvfreeze.strategies.local_sgd.strategy:open_local_sgd"
+    page = "local-sgd"
+    reads_text = evaluates_more = True
+
+    def cuts(self, config: Any) -> bool:
+        """Return False."""
+        return False
+
+    def refusals(self, config: Any) -> list[Refusal]:
+        """Refuse settings that need ranks to meet in every step."""
+        freeze, compression = config.freeze, config.optimizer.compression
+        return [
+            ("freeze", freeze.freeze, not freeze.votes, "votes need equal models; choose none or static"),
+            ("shadow", freeze.shadow, freeze.shadow == "none", "votes need equal models"),
+            ("compression", compression, compression == "none", "no gradient travels"),
+        ]

@@ -1,0 +1,27 @@
+"""The strategies by name. A line registers one; the class of its settings says the rest. No torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from hvfreeze.config.section import StrategyConfig
+
+REGISTERED = (
+    "settings:ReplicasConfig",
+    "shared_trunk.settings:SharedTrunkConfig",
+    "grid.settings:GridConfig",
+    "local_sgd.settings:LocalSgdConfig",
+    "local_critics.settings:LocalCriticsConfig",
+    "stale_ring.settings:StaleRingConfig",
+    "subnets.settings:SubnetsConfig",
+)
+
+
+def load(entry: str) -> type[StrategyConfig]:
+    """Return the class of a strategy's settings."""
+    module, _, name = entry.partition(":")
+    kind: type[StrategyConfig] = getattr(import_module(f"hvfreeze.strategies.{module}"), name)
+    return kind
+
+
+STRATEGIES = {kind.strategy: kind for kind in map(load, REGISTERED)}

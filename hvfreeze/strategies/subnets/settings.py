@@ -1,0 +1,48 @@
+"""The settings of subnets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from hvfreeze.config.rules import between, parse_mlp
+from hvfreeze.config.section import Refusal, StrategyConfig, setting
+
+Round = Annotated[int, between(1, 2**31 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubnetsConfig(StrategyConfig):
+    """The neurons of an MLP are dealt to the ranks, which train theirs alone for some steps."""
+
+    strategy: str = "subnets"
+    local_steps: Round = setting(10, "J", "optimizer steps that a rank makes alone in a round")
+
+    builder = "hvfreeze.strategies.subnets.strategy:open_subnets"
+    page = "subnets"
+    # What momentum remembers is other neurons'.
+    defaults: ClassVar[Mapping[str, Any]] = {"model": "mlp", "momentum": 0.0}
+    evaluates_more = batch_statistics = True
+
+    def refusals(self, config: Any) -> list[Refusal]:
+        """Refuse settings that need the whole network on a rank."""
+        freeze, optimizer = config.freeze, config.optimizer
+        return [
+            ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
+            ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
+            ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
+            ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
+        ]
+
+    def has_trunk(self, config: Any) -> bool:
+        """Tell whether the MLP is the head of another model."""
+        return parse_mlp("head", config.head.head) is not None
+
+    def cuts(self, config: Any) -> bool:
+        """Tell whether the MLP is the head of another model."""
+        return self.has_trunk(config)
+
+    def unread(self, leaf: str, *, ranks: int) -> str | None:
+        """Return None: neurons are dealt anew on one rank too."""
+        return None

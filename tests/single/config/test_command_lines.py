@@ -1,0 +1,132 @@
+"""Command lines: wrong ones get a line that says what to type, and those of the guides are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvfreeze.cli import COMMANDS, RUNS, parse
+from hvfreeze.config.flags import AUTO_EXAMPLES, EXAMPLES, configuration
+from hvfreeze.errors import UsageError
+from tests.program import ROOT
+
+WRONG = {
+    # a word that is not known
+    "trian": "did you mean 'train'?",
+    "autos digits": "did you mean 'auto'?",
+    "train --epoch 2": "did you mean '--epochs'?",
+    "train --learning-rate 0.1": "unknown argument '--learning-rate'",
+    "train --wieghts DEFAULT": "did you mean '--weights'?",
+    "train --mirror off": "it is --flips now",
+    "auto digits --mirror off": "it is --flips now",
+    "train --batchsize 8": "did you mean '--batch-size'?",
+    "auto digits --epoch 2": "did you mean '--epochs'?",
+    "auto digits --parts 2": "it is a flag of hvfreeze train",
+    "auto digits --keep best": "it is a flag of hvfreeze train",
+    "auto digits --freeze none": "it is a flag of hvfreeze train",
+    "auto digits more": "unknown argument 'more'",
+    "auto": "type hvfreeze auto DIR",
+    "auto --epochs 3": "type hvfreeze auto DIR",
+    "auto digit": "DATA (digit) does not exist; did you mean 'digits'?",
+    "auto photos --data-dir photos": "--data-dir (photos) must be left out",
+    # another command
+    "train --freeze auto": "type: hvfreeze auto digits",
+    "train --data imagefolder --data-dir my --freeze auto --weights DEFAULT": "hvfreeze auto my --weights DEFAULT",
+    "train --freeze auto --data cifar10 --seed 3": "type: hvfreeze auto cifar10 --seed 3",
+    # values out of range
+    "train --lr -1": "--lr (-1.0) must be a positive number",
+    "train --lr nan": "--lr (nan) must be a positive number",
+    "train --lr fast": "invalid float value: 'fast'",
+    "train --epochs 0": "--epochs (0) must be at least 1",
+    "train --epochs 1.5": "invalid int value: '1.5'",
+    "train --epochs": "expected one argument",
+    "train --momentum 1": "--momentum (1.0) must be in [0, 1)",
+    "train --optimizer adam": "--optimizer (adam) must be one of sgd, adamw, lars",
+    "train --strategy grids": "--strategy (grids) must be one of replicas, shared-trunk, grid",
+    "train --freeze often": "--freeze (often) must be one of none, static, coherence",
+    "train --seed -1": "--seed (-1) must be in 0..2^63-1",
+    "train --augment views:0": "--augment (views:0) must be fresh, none or views:K",
+    "train --time-budget soon": "--time-budget (soon) must be none or a time above 0 such as 90s",
+    "train --image-size 0": "--image-size (0) must be in 1..4096",
+    "train --cache maybe": "--cache (maybe) must be one of off, auto, on",
+    # a flag of a choice that was not made
+    "train --parts 2": "--parts is unknown here: it belongs to --strategy grid or local-critics or stale-ring",
+    "train --strategy grid --heads 2": "--heads is unknown here: it belongs to --strategy shared-trunk",
+    "train --strategy local-sgd --stale-after 3": "--stale-after is unknown here: it belongs to --strategy stale-ring",
+    "train --strategy grid --local-steps 3": "it belongs to --strategy local-sgd or subnets",
+    "train --cut 2": "--cut is unknown here: it belongs to --freeze static",
+    "train --freeze linear --cut 2": "--cut is unknown here: it belongs to --freeze static",
+    "train --interval 5": "--interval is unknown here: it belongs to --freeze coherence",
+    "train --freeze linear --eta-max 0.2": "--eta-max is unknown here: it belongs to --freeze gradient-norm",
+    "train --freeze percentile --min-gain 0.02": "--min-gain is unknown here: it belongs to --freeze coherence",
+    "train --cache-dir rows": "--cache-dir is unknown here: it belongs to --cache auto or on",
+    "train --pool 4": "--pool is unknown here: it belongs to --head multi-level",
+    "train --optimizer adamw --nesterov": "--nesterov is unknown here: it belongs to --optimizer sgd",
+    "train --head-fit exact --augment none --lr 0.1": "--lr is unknown here: it belongs to --head-fit sgd",
+    "train --context 8": "--context is unknown here: it belongs to --data text",
+    "train --data text --model tiny-lm --image-size 32": "--image-size is unknown here: it belongs to --data of images",
+    "train --auto-without votes": "--auto-without is unknown here: it belongs to hvfreeze auto",
+    "auto digits --optimizer auto --lr 0.0003": "--lr is unknown here: it belongs to a named --optimizer",
+    "auto digits --eta-max 0.2": "--eta-max is unknown here: it belongs to --freeze gradient-norm or percentile",
+    # two that exclude each other, or belong together
+    "train --cache on": "--cache (on) must be used with --augment none or views:K",
+    "train --freeze static": "--freeze (static) must be given together with --cut K",
+    "train --resume": "--resume (True) must be given together with --run-dir DIR",
+    "train --keep best": "given together with --validation-fraction F",
+    "train --strategy shared-trunk --freeze linear": "--freeze (linear) must be left out with --strategy shared-trunk",
+    "train --strategy stale-ring --mixup 0.2": "--mixup (0.2) must be left out with --strategy stale-ring",
+    "train --strategy local-critics --accumulate 2": "--accumulate (2) must be left out with --strategy local-critics",
+    "train --strategy shared-trunk --heads 2 --tasks a.csv": "--heads (2) must be left out with --tasks",
+    "train --strategy grid --cut-by given": "--cut-at (None) must be given together with --cut-by given",
+    "train --head multi-level": "pass --head-fit exact or kernel too",
+    "train --data imagefolder": "given together with --data-dir DIR",
+}
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG.items(), ids=list(WRONG))
+def test_a_wrong_command_line_gets_a_line_that_says_what_to_type(line: str, words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        configuration(parse(line.split()))
+    assert words in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Yield the words behind `hvfreeze` of each command in a text's lines, which may end in a backslash."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True) if re.search(r"\bhvfreeze [a-z]", line) else []
+        while "hvfreeze" in words:
+            words = words[words.index("hvfreeze") + 1 :]
+            if words and words[0] in (*RUNS, *COMMANDS):
+                yield words
+
+
+def commands_of_guides() -> list[tuple[str, list[str]]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [
+        (page, block) for page in pages for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    found = [(page.relative_to(ROOT).as_posix(), words) for page, block in blocks for words in commands_in(block)]
+    return found + [("--help", words) for text in (EXAMPLES, AUTO_EXAMPLES) for words in commands_in(text)]
+
+
+@pytest.mark.parametrize(("page", "words"), commands_of_guides(), ids=lambda value: " ".join(value)[:60])
+def test_a_command_of_a_guide_is_right(
+    page: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of configuration that commands name are there.
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/good/config.yaml",):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("lr: 0.1\n")
+    options = parse([word for word in words if word not in ("...", "&&")])
+    if words[0] in RUNS and not ("--resume" in words and words[0] == "auto"):
+        configuration(options)
+
+
+def test_the_guides_show_commands() -> None:
+    found = [words[0] for _, words in commands_of_guides()]
+    assert found.count("train") >= 20 and found.count("auto") >= 4

@@ -1,0 +1,103 @@
+"""`hvfreeze.fit_head` alone: what it fits, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvfreeze
+from hvfreeze.errors import UsageError
+
+
+def network(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, outputs))
+
+
+def data(rows: int = 300) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    inputs = torch.randn(rows, 6, generator=random)
+    return inputs, (inputs[:, :3] + 0.3 * torch.randn(rows, 3, generator=random)).argmax(1)
+
+
+def batches(*columns: Tensor) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*columns), batch_size=32)
+
+
+def test_the_last_layer_becomes_logistic_regression_on_its_inputs_and_nothing_else_changes() -> None:
+    model, (inputs, labels) = network(), data()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    fit = hvfreeze.fit_head(model, batches(inputs, labels), penalty=0.01)
+    assert fit.rows == 300 and model.training and all(module.training for module in model)
+    after = model.state_dict()
+    assert [name for name in after if not torch.equal(after[name], before[name])] == ["4.weight", "4.bias"]
+    model.eval()
+    features = model[:4](inputs).detach().numpy().astype(np.float64)
+    features = (features - features.mean(0)) / features.std(0)
+    reference = LogisticRegression(C=1 / (2 * 0.01 * 300), tol=1e-8, max_iter=5000).fit(features, labels.numpy())
+    chances = model(inputs).softmax(1).detach().numpy()
+    np.testing.assert_allclose(chances, reference.predict_proba(features), atol=0.05)
+
+
+def test_held_out_samples_choose_a_penalty_also_of_a_wrapped_model() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model, (inputs, labels) = network(), data()
+    fit = hvfreeze.fit_head(Wrapped(model), batches(inputs, labels))
+    assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.6
+    assert float((model.eval()(inputs).argmax(1) == labels).float().mean()) > 0.7
+
+
+@torch.no_grad()
+def test_labels_and_numbers_and_class_weights() -> None:
+    inputs, labels = data()
+    model = network(outputs=1)
+    fit = hvfreeze.fit_head(model, batches(inputs, inputs[:, 0] * 5 + 100), task="numbers")
+    assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.8
+    assert float((model.eval()(inputs)[:, 0] - (inputs[:, 0] * 5 + 100)).abs().mean()) < 2
+    model = network(outputs=2)
+    fit = hvfreeze.fit_head(model, batches(inputs, (inputs[:, :2] > 0).float()), task="labels")
+    assert float(((model.eval()(inputs) > 0) == (inputs[:, :2] > 0)).float().mean()) > 0.85
+    rare = (labels == 1) & (torch.arange(300) % 4 == 0)
+    found = []
+    for weights in (None, "balanced", [1.0, 30.0]):
+        model = network(outputs=2)
+        hvfreeze.fit_head(model, batches(inputs, rare.long()), class_weights=weights)
+        found.append(float(model.eval()(inputs).argmax(1).float().sum()))
+    assert found[0] < found[1] < found[2], found
+
+
+@pytest.mark.parametrize(
+    ("model", "labels", "options", "refusal"),
+    [
+        (nn.Sequential(nn.Linear(6, 3), nn.Softmax(1)), None, {}, "does not end in an nn.Linear with a bias"),
+        (nn.Linear(6, 3, bias=False), None, {}, "does not end in an nn.Linear with a bias"),
+        (nn.Linear(6, 2), None, {}, "a label is 2, and the last layer has 2 outputs"),
+        (nn.Linear(6, 3), torch.rand(300), {}, "must be 32 classes"),
+        (nn.Linear(6, 3), torch.rand(300, 3), {"task": "labels"}, "labels must be 0 or 1"),
+        (nn.Linear(6, 3), torch.rand(300, 2), {"task": "numbers"}, "must have that of the logits"),
+        (nn.Linear(6, 3), None, {"task": "boxes"}, "task \\(boxes\\) must be one of classes, labels, numbers"),
+        (nn.Linear(6, 3), None, {"class_weights": [1.0, 2.0]}, "must be 3 numbers above 0"),
+        (nn.Linear(6, 3), None, {"class_weights": "auto"}, "must be balanced"),
+        (nn.Linear(6, 3), None, {"penalty": 0.0}, "must be above 0"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(
+    model: nn.Module, labels: Tensor | None, options: dict[str, object], refusal: str
+) -> None:
+    inputs, classes = data()
+    with pytest.raises(UsageError, match=refusal):
+        hvfreeze.fit_head(model, batches(inputs, classes if labels is None else labels), **options)  # type: ignore[arg-type]
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no batches"):
+        hvfreeze.fit_head(nn.Linear(6, 3), [])

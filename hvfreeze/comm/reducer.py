@@ -11,12 +11,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.gradient_exchange import Bucket, GradientExchange, Scaling, check_types, exchange_sparse, lay_out
+from hvfreeze.comm.gradient_exchange import Bucket, GradientExchange, Scaling, check_types, lay_out
 from hvfreeze.comm.low_rank import check_arithmetic
 from hvfreeze.comm.mpi_environment import TCP_MESSAGE_BYTES
 from hvfreeze.comm.world import World
@@ -51,9 +51,14 @@ class Reducer:
 
     Use: `carry(parameters)` once and after every change of the cut; in each step `begin()`, backward, `finish()`,
     and `signal()` before the last backward pass where there is something to tell.
-    With one rank it leaves gradients alone and only shows them to the observer.
+    With one rank it leaves gradients alone and only shows them to the observer. For scripts, which call none of these,
+    see `ScriptReducer`.
     """
 
+    starts_itself: ClassVar[bool] = False
+    """Whether a step's first gradient begins the exchange, and parameters may be switched on and off between steps."""
+    step_is_between: ClassVar[tuple[str, str]] = ("begin() and finish() of the reducer", "begin(passes=N)")
+    """Where a step's backward passes belong, and how to ask for N of them; for messages."""
     world: World
     compression: str = "none"
     """none; fp16: half the bytes, 11 bits of each value; powersgd:R: matrices of rank R; auto: none, until `compress`
@@ -69,18 +74,8 @@ class Reducer:
     payload_bytes: int = 0
     """Gradient bytes that this rank handed to Horovod so far."""
     other_bytes: int = 0
-    starts_itself: bool = False
-    """Whether a step's first gradient begins the exchange, which then drops no gradients, and `finish` takes what came
-    however many passes there were; for scripts that call `zero_grad` wherever they like, and that switch
-    `requires_grad` between steps: what is off when a step begins does not travel, and keeps the gradient it has."""
     title: str = ""
     """Begins the names of what travels, so that several reducers may be under way at once."""
-    scaling: Scaling | None = None
-    """How gradients come to what the optimizer is given; None is the average."""
-    sparse: frozenset[nn.Parameter] = frozenset()
-    """Parameters whose gradients are sparse, and travel as their rows; others that are sparse travel dense."""
-    always: Sequence[tuple[str, nn.Parameter]] = ()
-    """Parameters that travel at every cut, behind those that `carry` is given."""
     observer: Observer | None = None
     """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
     on_wait: Callable[[], None] | None = None
@@ -96,19 +91,6 @@ class Reducer:
     """Whether ranks are known to compute alike what is laid out."""
     _trains: list[bool] = field(default_factory=list)
     """Of each carried parameter, whether it was trainable when the buckets were laid out."""
-    _formats: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    """Of each carried parameter, type and strides, likewise."""
-    owner: Any = None
-    """Lives as long as the hooks on the parameters, though its script has forgotten it."""
-    _released: bool = False
-    """Whether another reducer carries these parameters now."""
-    _scales: Scaling = Scaling(1.0)  # noqa: RUF009  (frozen)
-    _by_rows: set[int] = field(default_factory=set)
-    """Slots whose gradients travel as rows."""
-    _made_dense: dict[int, int] = field(default_factory=dict)
-    """Slots whose sparse gradients travel dense in this step, with their sparse dimensions."""
-    _set_aside: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What low rank keeps of those that are switched off."""
     _hooks: list[Any] = field(default_factory=list)
     _passes: int = 0
     """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
@@ -127,14 +109,13 @@ class Reducer:
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Exchange the gradients of exactly these parameters, of float32 or float64 where they train, from now on."""
-        carried = [*named_parameters, *self.always]
-        check_types([(name, parameter) for name, parameter in carried if parameter.requires_grad])
+        check_types([(name, parameter) for name, parameter in named_parameters if parameter.requires_grad])
         parse_compression(self.compression)
         for hook in self._hooks:
             hook.remove()
         for _, parameter in self.carried:
             parameter.grad = None
-        self.carried = carried
+        self.carried = [*named_parameters]
         self._exponents = {name: self._exponents[name] for name, _ in self.carried if name in self._exponents}
         self._lay_out()
         self._passes, self._seen = 0, [0] * len(self.carried)
@@ -146,12 +127,7 @@ class Reducer:
         Raises:
             UsageError: ranks compute different bits, and powersgd needs that they do not; on all ranks.
         """
-        if not self.starts_itself:
-            for _, parameter in self.carried:
-                parameter.grad = None
-        elif self._has_changed():
-            check_types([(name, parameter) for name, parameter in self.carried if parameter.requires_grad])
-            self._lay_out()
+        self._make_ready()
         if self.steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
             self._lay_out()
         if self._exchange.low_rank and not self._checked:
@@ -184,13 +160,6 @@ class Reducer:
             DivergedError: the ranks carry different sets of parameters.
             UsageError: there were fewer backward passes than `begin` was told, or gradients were changed meanwhile.
         """
-        if self._released:
-            raise UsageError(
-                "a later DistributedOptimizer has these parameters, and averages their gradients: call step() of that "
-                "one, or give each optimizer parameters of its own"
-            )
-        if self.starts_itself and not self._passes:
-            self.begin()
         assert self._passes, "finish() without begin()"
         if self._signals is None:
             self.signal()
@@ -207,8 +176,7 @@ class Reducer:
         self._complete_absent()
         self._start_full()
         self.payload_bytes += self._exchange.finish(self._check_untouched)
-        if self._by_rows or self._made_dense:
-            self._finish_sparse()
+        self._finish_others()
         self._passes = 0
         sent = {name for (name, _), trains in zip(self.carried, self._trains, strict=True) if trains}
         self._owed = {name: kept for name, kept in self._owed.items() if name not in sent}
@@ -219,15 +187,7 @@ class Reducer:
 
     def average_of(self, gradient: Tensor) -> Tensor:
         """Return the average over ranks, dense, for what `finish` has left in a parameter's gradient."""
-        whole = gradient.to_dense() if gradient.is_sparse else gradient
-        factor = 1.0 if self.scaling is None else self.scaling.before * self.scaling.after * self.world.size
-        return whole if factor == 1.0 else whole / factor
-
-    def release(self) -> None:
-        """Leave all gradients alone from now on: another reducer carries these parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._passes, self._released = [], 0, True
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     @property
     def passes(self) -> int:
@@ -279,25 +239,20 @@ class Reducer:
         owed = {**state.get("owed", {}), **left_out}
         self._owed = {name: {"error": kept["error"].clone()} for name, kept in owed.items()}
 
-    def _has_changed(self) -> bool:
-        """Tell whether a script has switched parameters, or moved them to another type or memory format."""
-        parameters = [parameter for _, parameter in self.carried]
-        return self._trains != [p.requires_grad for p in parameters] or self._formats != formats_of(parameters)
+    def _make_ready(self) -> None:
+        """Get parameters and buckets ready for a step."""
+        for _, parameter in self.carried:
+            parameter.grad = None
 
     def _lay_out(self) -> None:
-        kept, self._checked = {**self._set_aside, **self._exchange.state_dict()}, False
+        kept, self._checked = self._kept_by_low_rank(), False
         self._trains = [parameter.requires_grad for _, parameter in self.carried]
-        self._formats = formats_of([parameter for _, parameter in self.carried])
         slots = [slot for slot, trains in enumerate(self._trains) if trains]
-        named = [self.carried[slot] for slot in slots]
-        names = "\n".join(name for name, _ in named)
+        names = "\n".join(self.carried[slot][0] for slot in slots)
         self._set_hash = int.from_bytes(hashlib.sha256(names.encode()).digest()[:3], "big")
         waits = self.compression.startswith("powersgd") and self.steps < self.uncompressed_steps
         compression, size = "none" if waits else self.compression, self.world.size
-        self._scales = self.scaling or Scaling.mean(size)
-        scales = self._scales if compression == "none" else self._scales.compressed(size)
-        self._by_rows = {slot for slot in slots if self.carried[slot][1] in self.sparse}
-        slots = [slot for slot in slots if slot not in self._by_rows]
+        scales, slots = self._scales(compression), [slot for slot in slots if self._fills_bucket(slot)]
         buckets = lay_out(
             [self.carried[slot] for slot in slots] if size > 1 else [],
             slots,
@@ -311,11 +266,21 @@ class Reducer:
         )
         self._exchange = GradientExchange(self.world, buckets, piece_bytes=self.piece_bytes, after=scales.after)
         self._exchange.load_state_dict(kept)
-        off = {name for (name, _), trains in zip(self.carried, self._trains) if not trains}
-        self._set_aside = {name: state for name, state in kept.items() if name in off}
         again, carried = self._exchange.state_dict(), {name for name, _ in self.carried} if buckets else set()
-        owed = carried - again.keys() - self._set_aside.keys()
+        owed = carried - again.keys()
         self._owed = {name: of for name, of in {**self._owed, **kept}.items() if name in owed}
+
+    def _kept_by_low_rank(self) -> dict[str, dict[str, Tensor]]:
+        """Return by parameter what low rank keeps from step to step."""
+        return self._exchange.state_dict()
+
+    def _scales(self, compression: str) -> Scaling:
+        """Return what gradients are multiplied by before they are summed, and their sums."""
+        return Scaling.mean(self.world.size)
+
+    def _fills_bucket(self, slot: int) -> bool:
+        """Return True if a parameter's gradient travels in a bucket."""
+        return True
 
     def _with_owed(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient with what low rank has left out of those before, where it travels whole again."""
@@ -327,12 +292,9 @@ class Reducer:
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
         def ready(parameter: nn.Parameter) -> None:
-            if self.starts_itself and not self._passes:
-                self.begin()
+            self._enter_pass()
             if self._seen[slot] >= self._passes:
-                where, way = "begin() and finish() of the reducer", "begin(passes=N)"
-                if self.starts_itself:
-                    where, way = "two steps", "backward_passes_per_step=N"
+                where, way = self.step_is_between
                 raise UsageError(
                     f"backward pass {self._seen[slot] + 1} where {self._passes} may be between {where}: give {way} to "
                     "add up the gradients of N, and take all of them in between"
@@ -349,6 +311,9 @@ class Reducer:
 
         return ready
 
+    def _enter_pass(self) -> None:
+        """Notice that a backward pass has a gradient ready."""
+
     def _complete(self, slot: int, parameter: nn.Parameter) -> None:
         """Show this rank's own gradient of a step to the observer, and copy it into its bucket."""
         if self._signals is None:
@@ -356,55 +321,40 @@ class Reducer:
         gradient = parameter.grad
         assert gradient is not None
         self.ready_seconds[self.carried[slot][0]] = time.perf_counter() - self._since
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
         if self.observer is not None:
-            self.observer(slot, gradient.to_dense() if gradient.is_sparse else gradient)
-        if self.world.size > 1 and slot not in self._by_rows:
-            if gradient.is_sparse:
-                self._made_dense[slot] = gradient.sparse_dim()
-                gradient = gradient.to_dense()
-            parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, gradient))
+            self.observer(slot, dense)
+        if self.world.size > 1 and self._fills_bucket(slot):
+            parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, dense))
 
     def _check_untouched(self, bucket: Bucket) -> None:
-        if self.starts_itself and self._exchange.is_touched(bucket, [self.carried[s][1].grad for s in bucket.slots]):
-            raise UsageError(
-                "gradients were changed between backward() and their average over ranks, and it is lost: call "
-                "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"
-            )
+        """Raise UsageError where gradients were changed on their way."""
+
+    def _check_passes(self, most: int) -> None:
+        """Raise UsageError where there were fewer backward passes, at `most`, than were to come."""
+        if 0 < most < self._passes:
+            raise UsageError(f"finish() after {most} of {self._passes} backward passes that begin() was told")
+
+    def _absent(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return, dense, what a parameter counts with that no backward pass has reached."""
+        return None
 
     def _complete_absent(self) -> None:
         """Let a parameter that took no part in this rank's loss, or in some passes only, count with what it has."""
-        most = max(self._seen, default=0)
-        if 0 < most < self._passes and not self.starts_itself:
-            raise UsageError(f"finish() after {most} of {self._passes} backward passes that begin() was told")
+        self._check_passes(max(self._seen, default=0))
         for slot, (_, parameter) in enumerate(self.carried):
             if 0 < self._seen[slot] < self._passes:
                 self._complete(slot, parameter)
-            elif self._seen[slot] == 0 and self._trains[slot] and self.world.size > 1 and slot not in self._by_rows:
-                own = parameter.grad if self.starts_itself else None
-                dense = own.to_dense() if own is not None and own.is_sparse else own
-                parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, dense))
+            elif self._seen[slot] == 0 and self._trains[slot] and self.world.size > 1 and self._fills_bucket(slot):
+                parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, self._absent(parameter)))
 
-    def _finish_sparse(self) -> None:
-        """Let sparse gradients be the average too, when all others are."""
-        for slot, dimensions in self._made_dense.items():
-            parameter = self.carried[slot][1]
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.to_sparse(dimensions)
-        self._made_dense = {}
-        for slot in sorted(self._by_rows) if self.world.size > 1 else []:
-            name, parameter = self.carried[slot]
-            called = f"{self.title}gradients.sparse.{name}"
-            self.payload_bytes += exchange_sparse(parameter, self.world, self._scales, name=called)
+    def _finish_others(self) -> None:
+        """Average the gradients that fill no bucket. Collective."""
 
     def _start_full(self) -> None:
         payload, tail = self._exchange.start_full()
         self.payload_bytes += payload
         self.other_bytes += tail
-
-
-def formats_of(parameters: Sequence[nn.Parameter]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the type and the strides of each parameter."""
-    return [(parameter.dtype, parameter.stride()) for parameter in parameters]
 
 
 def hook_on(parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.gradient_exchange import Scaling, sparse_parameters
-from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.replica_sync import broadcast_tensors
+from hvfreeze.comm.script_reducer import ScriptReducer
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
 from hvfreeze.config.sections import CRITERIA, FreezeConfig
@@ -128,18 +128,19 @@ class ExchangeArguments:
         elif asked is not None and (not isinstance(asked, int) or asked < 1):
             raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
 
-    def open_reducer(self, optimizer: torch.optim.Optimizer, model: nn.Module, world: World, *, title: str) -> Reducer:
+    def open_reducer(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, world: World, *, title: str
+    ) -> ScriptReducer:
         """Return what averages the gradients of all that `model` and `optimizer` have; `title` begins all names.
 
         Raises:
             UsageError: the compression or the operation is none that gradients can travel by.
             ArgumentError: the factor does not go with the operation.
         """
-        return Reducer(
+        return ScriptReducer(
             world,
             compression=compression_of(self.compression),
             backward_passes_per_step=self.backward_passes_per_step,
-            starts_itself=True,
             title=title,
             scaling=scaling_of(self.op, self.gradient_predivide_factor, size=world.size),
             sparse=frozenset() if self.sparse_as_dense else sparse_parameters(model),

@@ -259,12 +259,12 @@ class DistributedOptimizer(OptimizerWrapper):
             self._blocks = FoundBlocks(
                 model, self.world, trained=self.parameters(), blocks=blocks, example=example, settings=settings
             )
-            reducer = exchange.open_reducer(optimizer, model, self.world, title=title)
+            self.reducer = exchange.open_reducer(optimizer, model, self.world, title=title)
             _take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
                 optimizer=optimizer,
-                reducer=reducer,
+                reducer=self.reducer,
                 world=self.world,
                 settings=settings,
                 cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
@@ -273,7 +273,6 @@ class DistributedOptimizer(OptimizerWrapper):
             )
 
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
-        self.reducer = self.freezer.reducer
         self.reducer.owner = self
         self._loss_scale = LossScale(optimizer)
         _alive.append(weakref.ref(self))

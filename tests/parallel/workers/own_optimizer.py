@@ -98,7 +98,7 @@ def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> Non
 
 def abandon(optimizer: DistributedOptimizer) -> None:
     """Let what is on its way arrive, so that its name is free for the next optimizer."""
-    optimizer.reducer.starts_itself = False  # which would say again what is wrong
+    vars(optimizer.reducer)["_check_untouched"] = lambda bucket: None  # it would say again what is wrong
     optimizer.reducer.finish()
 
 

@@ -1,0 +1,142 @@
+"""Averages gradients for a script that was written for Horovod, and does not say when a step begins or what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze.comm.gradient_exchange import Bucket, Scaling, check_types, exchange_sparse
+from hvfreeze.comm.reducer import Reducer, Signals
+from hvfreeze.errors import UsageError
+
+
+@dataclass
+class ScriptReducer(Reducer):
+    """A `Reducer` whose steps begin by themselves, with a step's first gradient.
+
+    It drops no gradients, since scripts call `zero_grad` wherever they like, and `finish` takes what came however many
+    passes there were. What is switched off by `requires_grad` when a step begins does not travel, and keeps the
+    gradient it has.
+    """
+
+    starts_itself: ClassVar[bool] = True
+    step_is_between: ClassVar[tuple[str, str]] = ("two steps", "backward_passes_per_step=N")
+    scaling: Scaling | None = None
+    """How gradients come to what the optimizer is given; None is the average."""
+    sparse: frozenset[nn.Parameter] = frozenset()
+    """Parameters whose gradients are sparse, and travel as their rows; others that are sparse travel dense."""
+    always: Sequence[tuple[str, nn.Parameter]] = ()
+    """Parameters that travel at every cut, behind those that `carry` is given."""
+    owner: Any = None
+    """Lives as long as the hooks on the parameters, though its script has forgotten it."""
+    _released: bool = False
+    """Whether another reducer carries these parameters now."""
+    _formats: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    """Of each carried parameter, type and strides when the buckets were laid out."""
+    _made_dense: dict[int, int] = field(default_factory=dict)
+    """Slots whose sparse gradients travel dense in this step, with their sparse dimensions."""
+    _set_aside: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """What low rank keeps of those that are switched off."""
+
+    def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Exchange the gradients of these parameters, and of `always`, from now on."""
+        super().carry([*named_parameters, *self.always])
+
+    def finish(self) -> Signals:
+        """Wait until every gradient is the average over ranks; return what the ranks signalled. Collective.
+
+        Raises:
+            DivergedError: the ranks carry different sets of parameters.
+            UsageError: gradients were changed meanwhile, or another reducer carries these parameters.
+        """
+        if self._released:
+            raise UsageError(
+                "a later DistributedOptimizer has these parameters, and averages their gradients: call step() of that "
+                "one, or give each optimizer parameters of its own"
+            )
+        self._enter_pass()
+        return super().finish()
+
+    def average_of(self, gradient: Tensor) -> Tensor:
+        """Return the average over ranks, dense, for what `finish` has left in a parameter's gradient."""
+        whole = super().average_of(gradient)
+        factor = 1.0 if self.scaling is None else self.scaling.before * self.scaling.after * self.world.size
+        return whole if factor == 1.0 else whole / factor
+
+    def release(self) -> None:
+        """Leave all gradients alone from now on: another reducer carries these parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._passes, self._released = [], 0, True
+
+    def _enter_pass(self) -> None:
+        if not self._passes:
+            self.begin()
+
+    def _make_ready(self) -> None:
+        """Follow what a script has switched, or moved to another type or memory format."""
+        parameters = [parameter for _, parameter in self.carried]
+        if self._trains != [p.requires_grad for p in parameters] or self._formats != formats_of(parameters):
+            check_types([(name, parameter) for name, parameter in self.carried if parameter.requires_grad])
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        kept = self._kept_by_low_rank()
+        super()._lay_out()
+        self._formats = formats_of([parameter for _, parameter in self.carried])
+        off = {name for (name, _), trains in zip(self.carried, self._trains) if not trains}
+        self._set_aside = {name: state for name, state in kept.items() if name in off}
+        self._owed = {name: of for name, of in self._owed.items() if name not in self._set_aside}
+
+    def _kept_by_low_rank(self) -> dict[str, dict[str, Tensor]]:
+        return {**self._set_aside, **super()._kept_by_low_rank()}
+
+    def _scales(self, compression: str) -> Scaling:
+        size = self.world.size
+        scales = self.scaling or Scaling.mean(size)
+        return scales if compression == "none" else scales.compressed(size)
+
+    def _fills_bucket(self, slot: int) -> bool:
+        return self.carried[slot][1] not in self.sparse
+
+    def _complete(self, slot: int, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and self.world.size > 1 and self._fills_bucket(slot):
+            self._made_dense[slot] = gradient.sparse_dim()
+        super()._complete(slot, parameter)
+
+    def _check_passes(self, most: int) -> None:
+        """Take what came, however many passes there were."""
+
+    def _absent(self, parameter: nn.Parameter) -> Tensor | None:
+        own = parameter.grad
+        return own.to_dense() if own is not None and own.is_sparse else own
+
+    def _check_untouched(self, bucket: Bucket) -> None:
+        if self._exchange.is_touched(bucket, [self.carried[slot][1].grad for slot in bucket.slots]):
+            raise UsageError(
+                "gradients were changed between backward() and their average over ranks, and it is lost: call "
+                "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"
+            )
+
+    def _finish_others(self) -> None:
+        """Let sparse gradients be the average too, when all others are."""
+        for slot, dimensions in self._made_dense.items():
+            parameter = self.carried[slot][1]
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_sparse(dimensions)
+        self._made_dense = {}
+        scaling = self.scaling or Scaling.mean(self.world.size)
+        for slot, (name, parameter) in enumerate(self.carried if self.world.size > 1 else []):
+            if self._trains[slot] and not self._fills_bucket(slot):
+                called = f"{self.title}gradients.sparse.{name}"
+                self.payload_bytes += exchange_sparse(parameter, self.world, scaling, name=called)
+
+
+def formats_of(parameters: Sequence[nn.Parameter]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the type and the strides of each parameter."""
+    return [(parameter.dtype, parameter.stride()) for parameter in parameters]

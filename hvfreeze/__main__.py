@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hvfreeze.allocator import keep_memory
+from hvfreeze.allocator import keep_memory, watch_memory
 from hvfreeze.cli import RUNS, parse, perform
 from hvfreeze.errors import HvfreezeError, RefusedError, StallError
 from hvfreeze.torch_imports import kept_for_good
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] and words[0] in RUNS and not {"-h", "--help", "--help-all"} & set(words):
             return train(words)
+        watch_memory()
         return max(perform(words), flush_output())
     except HvfreezeError as error:
         return give_up(error)
@@ -93,6 +94,7 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
 
     with kept_for_good():
         world = open_world(beside="hvfreeze.training.run")
+    watch_memory()
     end_job_on_exception(world)
     try:
         with kept_for_good():

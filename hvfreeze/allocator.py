@@ -31,12 +31,18 @@ def keep_memory() -> None:
 
     By default glibc returns every large tensor to the kernel, which zeroes each of its pages again for the next one.
     That takes up to a quarter of a training step. What is kept may fit badly: a ResNet-50 at 224 pixels holds 28 % more
-    memory. So once less is available than this process has, free memory is returned, then and from then on.
+    memory. `watch_memory` bounds that.
     """
     global _kept
-    if _kept or not is_default():
-        return
-    _kept = _set(KEEPING)
+    if not _kept and is_default():
+        _kept = _set(KEEPING)
+
+
+def watch_memory() -> None:
+    """Return free memory, then and from then on, once less is available than this process has.
+
+    A thread does it, if `keep_memory` took effect. Call it once MPI is up: while MPI starts, no thread may use memory.
+    """
     if _kept:
         threading.Thread(target=_watch, name="memory", daemon=True).start()
 

@@ -210,7 +210,7 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
         return {"data": source}
     if data_dir is not None:
         raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")
-    if not os.path.exists(source) and (hint := did_you_mean(source, BUILT_IN)):
+    if os.sep not in source and not os.path.exists(source) and (hint := did_you_mean(source, BUILT_IN)):
         raise UsageError(f"DATA ({source}) does not exist{hint}")
     if not source:
         raise UsageError("DATA is empty: name a folder of images; a variable of the shell may not be set")

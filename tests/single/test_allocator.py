@@ -27,6 +27,7 @@ import threading, time
 from hvfreeze import allocator
 allocator.available_bytes = lambda: 0
 allocator.keep_memory()
+allocator.watch_memory()
 while any(thread.name == "memory" for thread in threading.enumerate()):
     time.sleep(0.01)
 """

@@ -25,7 +25,7 @@ IMAGE_BYTES = 3 * 8 * 8
 def _no_thread_is_left() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from
     folder, weights = tmp_path / "run", tmp_path / "w.pt"
     shutil.copy(finished / "model.pt", weights)
     monkeypatch.chdir(tmp_path)
-    assert call("train", *SMALL, "--weights", "w.pt", "--run-dir", "run").returncode == 0
+    assert call("train", *SMALL, "--weights", "w.pt", "--statistics", "batch", "--run-dir", "run").returncode == 0
     newest = checkpoint.newest(folder / "checkpoints")
     assert newest is not None
     step, (shared, own) = checkpoint.open_checkpoint(newest, size=1).step, states_in(newest)
@@ -205,7 +205,7 @@ def weights_of(finished: Path, folder: Path) -> Path:
 
 def test_a_run_goes_on_only_with_the_mean_and_std_that_it_began_with(finished: Path, tmp_path: Path) -> None:
     folder, weights = tmp_path / "run", weights_of(finished, tmp_path)
-    flags = ["train", *SMALL, "--weights", str(weights), "--run-dir", str(folder)]
+    flags = ["train", *SMALL, "--weights", str(weights), "--statistics", "batch", "--run-dir", str(folder)]
     assert call(*flags).returncode == 0
     assert yaml.safe_load((folder / "model.yaml").read_text())["image"]["mean"] == list(MEAN)
     newest = checkpoint.newest(folder / "checkpoints")

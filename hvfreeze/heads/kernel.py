@@ -40,8 +40,9 @@ from hvfreeze.heads.tasks import Calibration, Task
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
 """On CIFAR-10 the best of these is within 3 % of the least held-out loss, with 1,000 to 50,000 images."""
-TOLERANCE = 0.01
-"""For `conjugate_gradients.Solved.error`. A tenth of it gave the same accuracy in half as many steps again."""
+TOLERANCE = 0.05
+"""For `conjugate_gradients.Solved.error`: with 5,000 and 20,000 images of CIFAR-10, 0.01 gives the same accuracy to
+0.01 points in 1.5 times the steps; 0.1 costs 0.1 to 0.2 points."""
 FEW = 1_500
 """Rows that are fitted in closed form, in under a second on one core, and of more rows the part that chooses the
 penalty."""

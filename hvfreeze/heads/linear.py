@@ -235,18 +235,21 @@ def minimise(
     tolerance: float,
     most_steps: int,
     fewest_steps: int = 0,
+    least_gradient: float = 0.0,
 ) -> tuple[Point, int]:
     """Return the minimum of loss + penalty x |coefficients|^2, searched from `start`, and the steps, by scipy's L-BFGS.
 
-    It stops where `relative_error` is at most `tolerance`, or after `most_steps`, but not before `fewest_steps`: a new
-    penalty can leave the old solution within a loose tolerance. Variables are scaled by the root of about the inverse
+    It stops where `relative_error` is at most `tolerance`, where the gradient's norm is at most `least_gradient`, or
+    after `most_steps`, but not before `fewest_steps`: a new penalty can leave the old solution within a loose
+    tolerance. Variables are scaled by the root of about the inverse
     second derivative, so that the first step is about Newton's.
     """
     # It takes 0.2 s to import, and most runs need no linear head.
     from scipy.optimize import minimize
 
     def is_near(point: Point) -> bool:
-        return relative_error(point, penalty) <= tolerance
+        gradient = float(_with_penalty(point.gradient, point.weights, penalty).norm())
+        return gradient <= least_gradient or relative_error(point, penalty) <= tolerance
 
     if most_steps == 0 or (fewest_steps == 0 and is_near(start)):
         return start, 0
@@ -528,6 +531,8 @@ class Choosing:
             tolerance=PATH_TOLERANCE if self.folds == 1 else TOLERANCE,
             most_steps=self.most_steps,
             fewest_steps=1,
+            # Where all rows have one label, the intercept grows for ever, and no error gets small.
+            least_gradient=LEAST_GAIN / 10,
         )
 
     def judged(self, points: Sequence[Point]) -> float:

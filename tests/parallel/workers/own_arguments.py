@@ -163,8 +163,8 @@ def check_groups_are_taken_and_it_is_told_once_that_they_do_nothing(world: World
 
 def check_a_last_layer_is_fitted_alike_on_all_ranks_whoever_has_which_samples(world: World) -> None:
     random = torch.Generator().manual_seed(1)
-    inputs = torch.randn(304, 8, generator=random)
-    labels = (inputs[:, :3] + 0.3 * torch.randn(304, 3, generator=random)).argmax(1)
+    inputs = torch.randn(440, 8, generator=random)
+    labels = (inputs[:, :3] + 0.3 * torch.randn(440, 3, generator=random)).argmax(1)
 
     def model(outputs: int) -> nn.Module:
         torch.manual_seed(0)
@@ -182,7 +182,7 @@ def check_a_last_layer_is_fitted_alike_on_all_ranks_whoever_has_which_samples(wo
     ):
         together, alone = model(outputs), model(outputs)
         fit = fit_head(together, batches(columns, world.rank, world.size), penalty=0.01, **options)
-        assert fit.rows == 304 and check_replicas(together, world, step=0)
+        assert fit.rows == 440 and check_replicas(together, world, step=0)
         with patch.object(fitted_head, "script_world", lambda process_set: SoloWorld()):
             fit_head(alone, batches(columns, 0, 1), penalty=0.01, **options)
         said, wanted = together(inputs), alone(inputs)

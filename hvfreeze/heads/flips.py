@@ -79,14 +79,9 @@ class Finding:
     """What the heads were fitted to, in words."""
 
     @property
-    def taken(self) -> bool:
-        """Whether flips are shown."""
-        return self.trial.taken
-
-    @property
     def flips(self) -> str:
         """As --flips would say it."""
-        return "on" if self.taken else "off"
+        return "on" if self.trial.taken else "off"
 
     def line(self) -> str:
         """Return it in words."""
@@ -94,13 +89,13 @@ class Finding:
             f"(leave-one-out loss of {self.trial.samples} samples, by {self.seen}: {self.trial.loss_with:.3f} with, "
             f"{self.trial.loss_without:.3f} without)"
         )
-        if not self.taken:
+        if not self.trial.taken:
             return f"horizontal flips: off {found}; use --flips on to train on them"
         return f"horizontal flips: on {found}; {WAY_OUT}"
 
     def describe(self) -> dict[str, Any]:
         """Return what summary.json says of it."""
-        return {**asdict(self.trial), "seen": self.seen, "taken": self.taken}
+        return {**asdict(self.trial), "seen": self.seen, "taken": self.trial.taken}
 
 
 WAY_OUT = "use --flips off if left and right matter"

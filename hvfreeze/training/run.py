@@ -53,11 +53,10 @@ def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
     Raises:
         HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
     """
-    unknown = sorted(settings.keys() - settings_of_auto())
+    known = dict.fromkeys(settings_of_auto())
+    unknown = sorted(settings.keys() - known.keys())
     if unknown:
-        raise UsageError(
-            f"auto: unknown setting {unknown[0]!r}{did_you_mean(unknown[0], dict.fromkeys(settings_of_auto()))}"
-        )
+        raise UsageError(f"auto: unknown setting {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return train(from_dict({**data_of(os.fspath(data), settings.get("data_dir")), **settings, "freeze": AUTO}))
 
 

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
-from tests.program import call
+from tests.program import Outcome, call
 
 FLAGS = "--model shufflenet_v2_x0_5 --batch-size 8 --threads 1 --augment none"
 
@@ -110,20 +110,15 @@ def test_pages_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     assert row["test_majority_share"] == "0.9"
 
 
+def train_once(folder: Path, run_dir: Path) -> Outcome:
+    """Train for an epoch on a folder of images."""
+    flags = [*FLAGS.split(), "--epochs", "1", "--data-dir", str(folder), "--run-dir", str(run_dir)]
+    return call("train", "--data", "imagefolder", *flags)
+
+
 def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=18, tested=9)
-    flags = [
-        "--data",
-        "imagefolder",
-        *FLAGS.split(),
-        "--epochs",
-        "1",
-        "--data-dir",
-        str(folder),
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    outcome = call("train", *flags)
+    outcome = train_once(folder, tmp_path / "run")
     assert outcome.returncode == 0 and "majority" not in outcome.stdout and "unequal" not in outcome.stdout, str(
         outcome
     )
@@ -136,18 +131,7 @@ def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
 
 def test_a_test_set_of_one_class_is_told(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=18, tested=0)
-    flags = [
-        "--data",
-        "imagefolder",
-        *FLAGS.split(),
-        "--epochs",
-        "1",
-        "--data-dir",
-        str(folder),
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    outcome = call("train", *flags)
+    outcome = train_once(folder, tmp_path / "run")
     assert "100.0 % of the test samples are of class common" in outcome.stdout, str(outcome)
     assert re.search(r"\| test [\d.]+ % \(balanced [\d.]+ %, majority class 100.00 %\)", outcome.stdout)
 

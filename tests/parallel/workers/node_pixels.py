@@ -40,11 +40,14 @@ ARCHIVE = ARCHIVES["cifar10"]
 
 
 def mappings() -> list[tuple[str, str]]:
-    """The permissions and the inode of each piece of shared memory that this rank sees; none has a name to be left."""
+    """The permissions and the inode of each piece of shared memory that this rank sees; none has a name to be left.
+
+    Sorted by inode: at which address a rank maps which piece differs from rank to rank.
+    """
     gc.collect()
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:hvfreeze-" in line]
     assert all(words[-1] == "(deleted)" for words in lines)
-    return [(words[1], words[4]) for words in lines]
+    return sorted(((words[1], words[4]) for words in lines), key=lambda mapping: int(mapping[1]))
 
 
 def let_go() -> None:

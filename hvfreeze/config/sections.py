@@ -16,6 +16,7 @@ from hvfreeze.config.rules import (
     parse_bytes,
     parse_cadence,
     parse_channels,
+    parse_class_weights,
     parse_colour,
     parse_compression,
     parse_dirichlet,
@@ -548,6 +549,14 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    class_weights: str = setting(
+        "none",
+        "HOW",
+        "how much samples of a class count: none (all alike), balanced (the rarer the class, the more) or "
+        "NAME=W,NAME=W,... (other classes 1; what counts is how weights compare)",
+        brief="balanced: rare classes count more",
+        of=IMAGES,
+    )
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
@@ -570,6 +579,7 @@ class OptimizerConfig(Section):
         self.head_rates()
         rule(not self.nesterov or self.momentum > 0, "nesterov", True, "used with a --momentum above 0")
         parse_compression(self.compression)
+        parse_class_weights(self.class_weights)
 
     def steps_per_epoch(self, batches: int) -> int:
         """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""

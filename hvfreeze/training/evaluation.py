@@ -70,12 +70,21 @@ class Totals:
     """Sums over samples on this rank; `reduce` turns them into global means."""
 
     loss: float = 0.0
+    weight: float = 0.0
+    """By which the loss is divided."""
     correct: int = 0
     count: int = 0
 
-    def add(self, logits: Tensor, labels: Tensor, mean_loss: float) -> None:
-        """Add a batch: its answers, and their mean loss; each character of a window counts as one."""
-        self.loss += mean_loss * labels.numel()
+    @classmethod
+    def read(cls, sums: Mapping[str, Any]) -> Totals:
+        """Return the sums of a checkpoint; those of earlier versions divide the loss by the samples."""
+        return cls(**{"weight": sums["count"], **sums})
+
+    def add(self, logits: Tensor, labels: Tensor, mean_loss: float, *, weight: float | None = None) -> None:
+        """Add a batch's answers and mean loss, of so much weight; each character of a window counts as one."""
+        weight = labels.numel() if weight is None else weight
+        self.loss += mean_loss * weight
+        self.weight += weight
         self.correct += int((classes_of(logits) == labels).sum())
         self.count += labels.numel()
 
@@ -89,11 +98,11 @@ def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Map
 def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *, name: str) -> Scores:
     """Return each model's means over the samples that all ranks have counted. Collective."""
     mine = [totals.get(model, Totals()) for model in models]
-    sums = torch.tensor([[each.loss, each.correct, each.count] for each in mine], dtype=torch.float64)
+    sums = torch.tensor([[each.loss, each.weight, each.correct, each.count] for each in mine], dtype=torch.float64)
     rows = world.allreduce_sum(sums, name=f"totals.{name}").tolist()
     return {
-        model: Score(loss / max(count, 1), correct / max(count, 1))
-        for model, (loss, correct, count) in zip(models, rows, strict=True)
+        model: Score(loss / max(weight, 1e-9), correct / max(count, 1))
+        for model, (loss, weight, correct, count) in zip(models, rows, strict=True)
     }
 
 

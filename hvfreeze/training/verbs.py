@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional
 
 from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
@@ -356,8 +355,9 @@ def zero_last_layer(job: Job) -> None:
 
 
 def score_held_out(job: Job, solving: Config) -> Score:
-    """Return the model's means over the held-out samples of all ranks, in the views of a fitted head. Collective."""
-    held, chain, totals = job.factory.held_out(solving), job.factory.context.chain, Totals()
+    """Return the model's means over all ranks' held-out samples, in the views of a fitted head. Collective."""
+    held, context, totals = job.factory.held_out(solving), job.factory.context, Totals()
+    chain, task = context.chain, context.corpus.task
     announce(held.images, held.batches)
     with in_evaluation(chain.model), torch.no_grad():
         for batch in held.batches:
@@ -365,5 +365,6 @@ def score_held_out(job: Job, solving: Config) -> Score:
             with in_precision(solving.optimizer.precision):
                 logits = chain.run(images, 0, len(chain.blocks)).float()[: batch.counted]
             labels = batch.labels[: batch.counted]
-            totals.add(logits, labels, float(functional.cross_entropy(logits.double(), labels)))
+            weights = task.weights_of(labels)
+            totals.add(logits, labels, task.loss(logits.double(), labels, weights), weight=float(weights.sum()))
     return reduce({MODEL: totals}, [MODEL], job.world, name="held-out")[MODEL]

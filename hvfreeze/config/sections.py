@@ -64,6 +64,12 @@ AUTO = "auto"
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
+METRICS = {
+    "classes": ("accuracy", "balanced-accuracy", "macro-f1", "auroc"),
+    "labels": ("average-precision", "macro-f1"),
+    "numbers": ("r2", "mae"),
+}
+"""By what labels are; the first is the default."""
 
 
 def voting(config: Any) -> tuple[str, ...]:
@@ -621,6 +627,15 @@ class RunConfig(Section):
     )
     keep: Annotated[str, choice("last", "best")] = setting(
         "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
+    )
+    metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
+        None,
+        "NAME",
+        "by which models are compared on held-out samples, by hvfreeze auto, --keep best and --early-stop: accuracy, "
+        "balanced-accuracy, macro-f1 or auroc of classes (default: accuracy, in hvfreeze auto the loss), "
+        "average-precision (default) or macro-f1 of several labels, r2 (default) or mae of numbers",
+        brief="held-out metric that decides, as macro-f1",
+        of=IMAGES,
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,

@@ -26,7 +26,7 @@ from hvfreeze.comm.resources import (
 )
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import is_downloaded, parse_class_weights, rule
-from hvfreeze.config.sections import AUTO, TEXT, DataConfig
+from hvfreeze.config.sections import AUTO, METRICS, TEXT, DataConfig
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
@@ -571,9 +571,13 @@ def task_of(config: Config, corpus: Corpus) -> Task:
     """Return what the models answer, with the weights of classes, which are counted among the training samples.
 
     Raises:
-        UsageError: a weight is given for a class that the data set has not.
+        UsageError: a weight is given for a class that the data set has not, or a metric for other labels.
     """
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
+    if config.run.metric is not None:
+        fitting = METRICS[task.kind]
+        rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
+        task = replace(task, metric=config.run.metric.replace("-", "_"))
     if given is None:
         return task
     assert isinstance(task, Classes), "refused before"

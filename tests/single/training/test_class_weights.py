@@ -43,7 +43,7 @@ def test_a_class_without_samples_divides_nothing_by_zero() -> None:
 def test_a_loss_is_the_mean_of_weighted_ones_also_of_parts_and_of_pairs() -> None:
     weights = torch.tensor(compute_sample_weight("balanced", LABELS.numpy())).float()
     each = functional.cross_entropy(LOGITS, LABELS, reduction="none", label_smoothing=0.1) * weights
-    task = Classes(3, class_weights(torch.bincount(LABELS), "balanced"))
+    task = Classes(3, weights=class_weights(torch.bincount(LABELS), "balanced"))
     objective = Objective(task=task, smoothing=0.1)
     whole = objective.loss(LOGITS, Mixture(LOGITS, LABELS))
     torch.testing.assert_close(whole, each.mean())

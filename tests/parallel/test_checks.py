@@ -29,7 +29,7 @@ class Part(NamedTuple):
 PARTS = {
     "exchanging": Part((3,), (1, 2, 4)),
     "invariants": Part((3,), (1, 2, 4)),
-    "runs:some": Part((3,), (1, 2, 4)),
+    "runs:some": Part((1, 3), (2, 4)),
     "runs:all": Part((), (2,)),
     "equal_runs": Part((3,)),
     "staged": Part((2,), (3, 4)),

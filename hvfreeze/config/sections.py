@@ -131,6 +131,14 @@ class DataConfig(Section):
         of=FILES,
     )
     context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
+    task: Annotated[str, choice("auto", "classes", "labels", "numbers")] = setting(
+        "auto",
+        "WHAT",
+        "what labels are: classes (one a sample), labels (several a sample), numbers (regression), or auto (as they "
+        "look)",
+        brief="classes, labels (several a sample) or numbers",
+        of=IMAGES,
+    )
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
     )

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.config.rules import rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
@@ -25,6 +26,7 @@ from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
+from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import plural
 
@@ -54,9 +56,9 @@ class ImageSet:
 
     name: str
     classes: tuple[str, ...]
-    """Of a text, its characters."""
+    """Names of what a model answers: classes, labels or numbers; of a text, its characters."""
     labels: Tensor
-    """(N,) int64; of a text's windows all 0."""
+    """As the task has them, of N rows; of a text's windows (N,) zeros."""
     mean: Triple
     """Per channel, of pixels scaled to 0-1."""
     std: Triple
@@ -65,9 +67,21 @@ class ImageSet:
     source: ArraySource | FileSource | DatasetSource | TextSource
     broken: Mapping[int, str] = field(default_factory=dict)
     """Samples that are left out because they cannot be decoded, and why."""
+    kind: str = "classes"
+    """What labels are, see `tasks.TASKS`."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def task(self) -> Task:
+        """What a model of these samples answers."""
+        return TASKS[self.kind](len(self.classes))
+
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """(N,): by which samples are shared out evenly."""
+        return self.task.strata(self.labels).numpy()
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -108,7 +122,8 @@ class ImageSet:
             local: Whether times of modification count, which find more changes to image files. Leave them out to
                 compare ranks on different machines, whose copies of a folder were made at different times.
         """
-        digest = hashlib.sha256(repr((self.name, self.classes)).encode())
+        kind = () if self.kind == "classes" else (self.kind,)
+        digest = hashlib.sha256(repr((self.name, self.classes, *kind)).encode())
         digest.update(self.labels.numpy().data)
         digest.update(self.source.identity(local=local).encode())
         return digest.hexdigest()
@@ -199,6 +214,7 @@ def open_data(
     reading: Reading = USUAL,
     skip_bad: bool = False,
     context: int = 64,
+    task: str = "auto",
 ) -> DataSplits:
     """Return the splits of a data set, without decoding image files.
 
@@ -212,18 +228,22 @@ def open_data(
         reading: How images become pixels.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
         context: Characters of a window of a text.
+        task: what labels are, see `tasks.TASKS`; auto is as they look. Only data sets of one's own leave it open.
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
         UsageError: Images differ in size and `image_size` is None.
     """
+    fixed = task in ("auto", "classes") or is_named_code(name)
+    rule(fixed, "task", task, f"auto or classes with --data {name}, whose labels are classes")
     if name == "digits":
         return _open_digits(image_size)
     if name == "text":
         return _open_text(directory, context)
     if is_named_code(name):
         folder = None if directory is None else os.fspath(directory)
-        return _from_own(open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad))
+        own = open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad, task=task)
+        return _from_own(own)
     root = root_of(name, directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
@@ -285,7 +305,9 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     """Return the splits of a data set of the user's own, whose classes are named by it, else by their numbers."""
     train, test = splits["train"], splits["test"]
     name = train.source.name
-    shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
+    if train.kind != "classes":
+        return _from_own_rows(splits)
+    shown = {part: {n for row, n in enumerate(s.labels.tolist()) if row not in s.broken} for part, s in splits.items()}
     used = sorted(shown["train"] | shown["test"]) or [0]
     if len(used) > MOST_CLASSES and 2 * len(used) > len(train.labels):
         raise RefusedError(
@@ -321,7 +343,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
             name=name,
             classes=classes,
             # Labels of broken samples mean nothing.
-            labels=torch.tensor([number.get(label, 0) for label in split.labels], dtype=torch.int64),
+            labels=torch.tensor([number.get(label, 0) for label in split.labels.tolist()], dtype=torch.int64),
             mean=mean,
             std=std,
             flips=train.flips,
@@ -330,6 +352,40 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
         )
         for part, split in splits.items()
     }
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
+
+
+def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
+    """Return the splits of a data set of the user's own whose labels are several a sample, or numbers."""
+    train, test = splits["train"], splits["test"]
+    name, outputs = train.source.name, train.labels.shape[1]
+    names, kind = train.classes or tuple(map(str, range(outputs))), train.kind
+    alike = test.classes in (train.classes, None) and len(set(names)) == len(names) == outputs and all(names)
+    if not alike:
+        raise RefusedError(
+            f"--data ({name}): classes must be {plural(outputs, 'different name')}, one for each entry of a label, "
+            f"none empty, the same in train and test; train names {len(names)}"
+        )
+    notes, (mean, std) = list[str](), _STATISTICS["imagefolder"]
+    sets = {
+        part: ImageSet(
+            name=name,
+            classes=names,
+            labels=split.labels,
+            mean=mean,
+            std=std,
+            flips=train.flips,
+            source=split.source,
+            broken=split.broken,
+            kind=kind,
+        )
+        for part, split in splits.items()
+    }
+    for part, image_set in sets.items():
+        missing = ~image_set.task.present(image_set.labels[torch.from_numpy(image_set.ids)])
+        if missing.any():
+            lacking = [names[place] for place in missing.nonzero().flatten()]
+            notes.append(f"no {part}{'ing' if part == 'train' else ''} sample has label {first_few(lacking)}")
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 

@@ -17,7 +17,7 @@ from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowInfo
 from hvfreeze.heads.solution import PenaltyTrial
-from hvfreeze.heads.tasks import Calibration, Task
+from hvfreeze.tasks import Calibration, Task
 
 LEAST_GAIN = 0.03
 """A stronger penalty must lower the loss by this share: a fit to more rows, as the last one, wants a weaker penalty."""

@@ -34,7 +34,7 @@ from hvfreeze.heads.moments import Covariance, Prepared, Standard, check_choice,
 from hvfreeze.heads.projection import gather_info
 from hvfreeze.heads.rows import Chunk, RowInfo, Rows
 from hvfreeze.heads.solution import PenaltyTrial, Solution, Stopped
-from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task, doubt
+from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task, doubt
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
+from hvfreeze.tasks import Classes
 
 RENEWED = 256
 """Samples of all ranks, about, whose statistics BatchNorm has while it is probed."""

@@ -25,13 +25,13 @@ from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
-from hvfreeze.heads.tasks import Classes
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, WholeModel
 from hvfreeze.strategies.build_parts import open_both_features
+from hvfreeze.tasks import Classes
 
 CUT = 1
 """The chain is two blocks, features and head."""

@@ -134,6 +134,7 @@ def open_corpus(
             reading=reading_of(data),
             skip_bad=data.skip_bad,
             context=data.context,
+            task=data.task,
         ),
         name="data",
     )
@@ -184,9 +185,9 @@ def without_broken(splits: DataSplits, world: World) -> DataSplits:
         found[part] = replace(image_set, broken={row: why for theirs in everyone for row, why in theirs.items()})
     train = found["train"]
     # Of a data set of one's own, samples that were known to be broken have no label.
-    gone = train.labels[sorted(set(train.broken) - set(splits.train.broken))].tolist()
-    lost = sorted(set(gone) - set(train.labels[train.ids].tolist()))
-    notes = [f"no training image of class {train.classes[label]} is left" for label in lost]
+    gone, left = sorted(set(train.broken) - set(splits.train.broken)), torch.from_numpy(train.ids)
+    lost = train.task.present(train.labels[gone]) & ~train.task.present(train.labels[left])
+    notes = [f"no training image of class {train.classes[place]} is left" for place in lost.nonzero().flatten()]
     return replace(splits, train=train, test=found["test"], notes=[*splits.notes, *notes])
 
 
@@ -210,7 +211,7 @@ def assemble(
         notes = [normalisation.describe(), *notes]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
-    if config.strategy.tasks is None:
+    if config.strategy.tasks is None and corpus.train.kind == "classes":
         conflict = conflict_of(world, corpus, feed)
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
@@ -235,7 +236,9 @@ def assemble(
     finding = None
     if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
-        finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
+        finding = find_out(
+            chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
+        )
     flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
     budget = open_budget(factory, settings, evaluated=tested, started=started)
@@ -447,7 +450,7 @@ def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, lis
 
     Of a text, whose characters are no classes, and of labels from a table, which are each model's own, nothing is told.
     """
-    if config.data.data == TEXT or config.strategy.tasks is not None:
+    if config.data.data == TEXT or config.strategy.tasks is not None or corpus.train.kind != "classes":
         return None, []
     classes, found = corpus.train.classes, {}
     held = "held-out" if config.data.validation_fraction > 0 else "test"
@@ -548,6 +551,11 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
         remedy = (
             "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"
         )
+    if corpus.train.kind != "classes":
+        raise UsageError(
+            f"--data ({data.data}): labels are {corpus.train.kind}, and training needs one class a sample so far; give "
+            "each sample the number of its class, and pass --task classes"
+        ).on_all_ranks()
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
     check_equal(world, "data", identities, remedy=remedy)
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")

@@ -19,7 +19,7 @@ from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task
+from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 from tests.single.heads.table import CLASSES, labelled_table
 
 ROWS = 400

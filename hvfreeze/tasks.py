@@ -1,4 +1,4 @@
-"""What a head answers: one class, several labels, or numbers; and how its raw answers become logits or predictions.
+"""What a model answers: one class, several labels, or numbers; its loss, and how a solved head's answers become logits.
 
 Ridge regression fits each output to a target. Held-out answers then choose the calibration: `scale` x answer + `bias`.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,33 @@ class Task(ABC):
     """A kind of labels, and the number of outputs of a head for them."""
 
     outputs: int
+    kind: ClassVar[str]
+    """The key in `TASKS`."""
+
+    @property
+    def num_strata(self) -> int:
+        """How many strata there may be."""
+        return self.outputs
+
+    @abstractmethod
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return (N,) int64, each 0 to `num_strata` - 1: rows of one stratum are shared out evenly."""
+
+    @abstractmethod
+    def present(self, labels: Tensor) -> Tensor:
+        """Return (outputs,) bool: which classes or labels some row has; of numbers all."""
+
+    @abstractmethod
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the loss of each row that training lowers, (N,), before `weights_of`."""
+
+    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
+        return (self.training_losses(logits, labels, smoothing=smoothing) * self.weights_of(labels)).mean()
+
+    def weights_of(self, labels: Tensor) -> Tensor:
+        """Return how much each row counts, (N,) float32."""
+        return torch.ones(len(labels))
 
     @property
     @abstractmethod
@@ -82,8 +110,35 @@ SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
 """From 0.1 to 100. Neighbours are 12 % apart, which changes a loss near its minimum by less than 1 %."""
 
 
+@dataclass(frozen=True)
 class Classes(Task):
-    """One class a row; labels are (N,) int64."""
+    """One class a row; labels are (N,) int64. Of windows of a text (N, T), with logits (N, classes, T)."""
+
+    weights: tuple[float, ...] = ()
+    """How much a row of each class counts; empty where all count alike."""
+    kind: ClassVar[str] = "classes"
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the classes."""
+        return labels
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return which classes there are."""
+        return torch.bincount(labels.flatten(), minlength=self.outputs) > 0
+
+    def weights_of(self, labels: Tensor) -> Tensor:
+        """Return the weights of the rows' classes."""
+        return torch.tensor(self.weights)[labels] if self.weights else torch.ones(labels.shape)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the cross-entropies."""
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return plain PyTorch's mean where all rows count alike."""
+        if self.weights:
+            return super().training_loss(logits, labels, smoothing=smoothing)
+        return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
     @property
     def no_labels(self) -> Tensor:
@@ -126,6 +181,28 @@ class Classes(Task):
 class MultiLabel(Task):
     """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32."""
 
+    kind: ClassVar[str] = "labels"
+
+    @property
+    def num_strata(self) -> int:
+        """One for each label, and one for rows without any."""
+        return self.outputs + 1
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the place of each row's rarest label, or `outputs` where it has none."""
+        counts = labels.sum(0)
+        rarest = torch.where(labels > 0.5, counts, float("inf")).argmin(1)
+        return torch.where(labels.sum(1) > 0, rarest, self.outputs)
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return which labels there are."""
+        return (labels > 0.5).any(0)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the binary cross-entropies, the mean over labels."""
+        wanted = labels * (1 - smoothing) + smoothing / 2
+        return functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(1)
+
     @property
     def no_labels(self) -> Tensor:
         """Return no labels, in `outputs` columns."""
@@ -167,6 +244,25 @@ class Numbers(Task):
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
     """Of each output over all rows; 0 and 1 until `measured`."""
+    kind: ClassVar[str] = "numbers"
+
+    @property
+    def num_strata(self) -> int:
+        """Ten."""
+        return 10
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the tenth of all rows that the row's first number is in; equal numbers are in one."""
+        first = labels[:, 0].contiguous()
+        return torch.bucketize(first, first.double().quantile(torch.arange(1, 10).double() / 10).to(first.dtype))
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return that all are."""
+        return torch.ones(self.outputs, dtype=torch.bool)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the squared errors, the mean over outputs."""
+        return (logits - labels).square().mean(1)
 
     @property
     def no_labels(self) -> Tensor:
@@ -203,3 +299,22 @@ class Numbers(Task):
     def scale(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the deviation, (outputs,) float64 each."""
         return torch.tensor(self.mean or [0.0]).double(), torch.tensor(self.deviation or [1.0]).double()
+
+
+TASKS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classes, MultiLabel, Numbers)}
+"""By what labels are."""
+
+
+def class_weights(counts: Tensor, given: str | Mapping[int, float] | Sequence[float]) -> tuple[float, ...]:
+    """Return each class's weight, scaled to mean 1 over samples, of which `counts`, (classes,), are in each class.
+
+    `given` is `balanced`, as scikit-learn says it, n / (classes x count), or relative weights; classes that a mapping
+    does not name have 1. A class without samples has the weight that its first sample would have.
+    """
+    if isinstance(given, str):
+        relative = 1 / counts.double().clamp(min=1)
+    else:
+        known = given if isinstance(given, Mapping) else dict(enumerate(given))
+        relative = torch.tensor([float(known.get(place, 1.0)) for place in range(len(counts))], dtype=torch.float64)
+    mean = (relative * counts).sum() / counts.sum().clamp(min=1)
+    return tuple((relative / mean).tolist()) if mean > 0 else (1.0,) * len(counts)

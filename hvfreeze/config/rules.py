@@ -195,6 +195,15 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
+TABLES = (".csv", ".tsv", ".parquet")
+"""Suffixes of tables with the labels of images."""
+
+
+def is_table(text: str) -> bool:
+    """Return True if a text is the path of a table."""
+    return text.lower().endswith(TABLES)
+
+
 def is_url(text: str) -> bool:
     """Tell whether a text is a URL."""
     return re.match(r"(https?|file)://", text) is not None

@@ -23,7 +23,7 @@ from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
 from hvfreeze.data.shards import evenly, split_validation
-from hvfreeze.data.tables import Columns, list_table
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
@@ -148,7 +148,6 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 _DIGITS_SEED = 0
-USUAL_COLUMNS = Columns()
 MOST_CLASSES = 1000
 """With more different labels than this, a class must have two training samples on average."""
 

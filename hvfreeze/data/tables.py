@@ -67,6 +67,9 @@ class Columns:
     """See `tasks.TASKS`."""
 
 
+USUAL_COLUMNS = Columns()
+
+
 def columns_of(data: DataConfig) -> Columns:
     """Return what a run's settings say about its table."""
     return Columns(

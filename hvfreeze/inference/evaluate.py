@@ -34,7 +34,7 @@ from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.shards import Ids
-from hvfreeze.data.tables import Columns, Labels, columns_of, list_for_evaluation
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, Labels, columns_of, list_for_evaluation
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.windows import Windows
 from hvfreeze.errors import RefusedError
@@ -159,7 +159,7 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
     return EvaluatedSamples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
 
 
-def samples_in(applied: Applied, folder: Path, columns: Columns) -> EvaluatedSamples:
+def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS) -> EvaluatedSamples:
     """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's.
 
     Of a table, whose `columns` may have other names than usual, the test rows, else all.

@@ -211,6 +211,15 @@ def parse_class_weights(text: str) -> str | dict[str, float] | None:
     return weights
 
 
+TABLES = (".csv", ".tsv", ".parquet")
+"""Suffixes of tables with the labels of images."""
+
+
+def is_table(text: str) -> bool:
+    """Return True if a text is the path of a table."""
+    return text.lower().endswith(TABLES)
+
+
 def is_url(text: str) -> bool:
     """Tell whether a text is a URL."""
     return re.match(r"(https?|file)://", text) is not None

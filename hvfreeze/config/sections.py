@@ -11,6 +11,7 @@ from hvfreeze.config.rules import (
     at_least,
     between,
     choice,
+    is_table,
     number_list,
     one_of,
     parse_bytes,
@@ -86,6 +87,7 @@ def is_cut(config: Any) -> bool:
 
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
+TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -127,14 +129,15 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, or package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
+        "package:function",
     )
     data_dir: str | None = setting(
         None,
         "DIR",
-        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
-        "file, default: the sources of Python's standard library",
-        brief="where a built-in data set lies",
+        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; of a table's images: "
+        "the table's folder; with --data text a file, default: the sources of Python's standard library",
+        brief="where a built-in data set, or a table's images, are",
         of=FILES,
     )
     context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
@@ -146,6 +149,26 @@ class DataConfig(Section):
         brief="classes, labels (several a sample) or numbers",
         of=IMAGES,
     )
+    image_column: str | None = setting(
+        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+    )
+    label_column: str | None = setting(
+        None,
+        "NAME,...",
+        "the column with the labels; several columns have a label or a number each; default: label, class and the like",
+        brief="of a table: the column with the labels",
+        of=TABLE,
+    )
+    label_delimiter: str | None = setting(
+        None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
+    )
+    split_column: str | None = setting(
+        None,
+        "NAME",
+        "the column that says train, val or test; none: a tenth is held out; default: split, subset and the like",
+        of=TABLE,
+    )
+    test_table: str | None = setting(None, "FILE", "a table with the test samples, of the same columns", of=TABLE)
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
     )
@@ -231,7 +254,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        else:
+        elif not is_table(self.data):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
@@ -242,6 +265,8 @@ class DataConfig(Section):
         )
         sized = self.fit == "crop" or self.image_size is not None
         rule(sized, "fit", self.fit, "given together with --image-size, the side of the squares")
+        rule(self.test_table is None or is_table(self.test_table), "test-table", self.test_table, "a table, as --data")
+        rule(self.label_delimiter != "", "label-delimiter", "''", "a text, and not empty")
         self.background_colour()
         self.statistics()
         text, alone = self.data == TEXT, self.validation_fraction == 0 or self.augment == "none"

@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.config.rules import rule
+from hvfreeze.config.rules import is_table, rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
 from hvfreeze.data.shards import evenly, split_validation
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
@@ -178,19 +179,25 @@ def has_splits(root: Path) -> bool:
 def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
     """Return the folder of a data set; the working directory for data sets that need none.
 
+    The images of a table are in its folder if no other is named.
+
     Raises UsageError where no folder is named, and none is known.
     """
     if directory is not None:
         return Path(directory)
+    if is_table(name):
+        return Path(name).parent
     return Path() if name in ("digits", "text") or is_named_code(name) else default_directory()
 
 
-def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | None:
-    """Return what `open_data` must know of a tree of image files, by one pass over it; None where there is no tree.
+def list_data(name: str, directory: str | os.PathLike[str] | None, columns: Columns = USUAL_COLUMNS) -> Folders | None:
+    """Return what `open_data` must know of image files, by one pass over a tree or a table; None if there are none.
 
     Raises RefusedError where data is missing, unreadable or inconsistent.
     """
     root = root_of(name, directory)
+    if is_table(name):
+        return list_table(Path(name), root, columns)
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
@@ -215,11 +222,13 @@ def open_data(
     skip_bad: bool = False,
     context: int = 64,
     task: str = "auto",
+    columns: Columns = USUAL_COLUMNS,
 ) -> DataSplits:
     """Return the splits of a data set, without decoding image files.
 
     Args:
-        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, or package:function; see `data.own`.
+        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, the path of a table, see `data.tables`, or
+            package:function, see `data.own`.
         directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
@@ -228,13 +237,14 @@ def open_data(
         reading: How images become pixels.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
         context: Characters of a window of a text.
-        task: what labels are, see `tasks.TASKS`; auto is as they look. Only data sets of one's own leave it open.
+        task: what labels are, see `tasks.TASKS`; auto is as they look. Only tables and custom datasets leave it open.
+        columns: what a table has where.
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
         UsageError: Images differ in size and `image_size` is None.
     """
-    fixed = task in ("auto", "classes") or is_named_code(name)
+    fixed = task in ("auto", "classes") or is_named_code(name) or is_table(name)
     rule(fixed, "task", task, f"auto or classes with --data {name}, whose labels are classes")
     if name == "digits":
         return _open_digits(image_size)
@@ -249,9 +259,9 @@ def open_data(
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
         train, test = (_from_array(name, *split, read.classes, image_size) for split in (read.train, read.test))
         return DataSplits(train=train, test=test)
-    if name not in _STATISTICS:
+    if name not in _STATISTICS and not is_table(name):
         raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
-    folders = list_data(name, root) if listed is None else listed
+    folders = list_data(name, root, columns) if listed is None else listed
     assert folders is not None
     return _open_folders(name, root, image_size, folders, reading)
 
@@ -290,15 +300,18 @@ def _from_array(
     name: str, pixels: PixelArray, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
 ) -> ImageSet:
     side = None if image_size is None else min(image_size, *pixels.shape[2:])
-    return _image_set(name, classes, labels, ArraySource(pixels=pixels, side=side))
+    known = torch.tensor(labels, dtype=torch.int64)
+    return _image_set(name, classes, known, ArraySource(pixels=pixels, side=side))
 
 
 def _image_set(
-    name: str, classes: tuple[str, ...], labels: Sequence[int], source: ArraySource | FileSource
+    name: str, classes: tuple[str, ...], labels: Tensor, source: ArraySource | FileSource, kind: str = "classes"
 ) -> ImageSet:
     mean, std = _STATISTICS[name]
-    known = torch.tensor(labels, dtype=torch.int64)
-    return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
+    flips = name != "digits"
+    return ImageSet(
+        name=name, classes=classes, labels=labels, mean=mean, std=std, flips=flips, source=source, kind=kind
+    )
 
 
 def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
@@ -381,11 +394,7 @@ def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
         )
         for part, split in splits.items()
     }
-    for part, image_set in sets.items():
-        missing = ~image_set.task.present(image_set.labels[torch.from_numpy(image_set.ids)])
-        if missing.any():
-            lacking = [names[place] for place in missing.nonzero().flatten()]
-            notes.append(f"no {part}{'ing' if part == 'train' else ''} sample has label {first_few(lacking)}")
+    notes += notes_on_absent(sets)
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 
@@ -393,8 +402,8 @@ UNEQUAL_SIDE = 128
 """Pixels of the side that a folder's images are brought to where they differ in size and none is given."""
 
 
-def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
-    listings = folders.listings
+def _open_folders(data: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
+    listings, name = folders.listings, "imagefolder" if is_table(data) else data
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
         raise RefusedError(
@@ -419,5 +428,16 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             reading=reading,
             oblong=is_oblong(folders.counts),
         )
-        sets[part] = _image_set(name, listing.classes, listing.labels(), source)
-    return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut])
+        sets[part] = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut, *notes_on_absent(sets)])
+
+
+def notes_on_absent(sets: Mapping[str, ImageSet]) -> list[str]:
+    """Return notes on labels, of several a sample, that no training or test sample has."""
+    notes = []
+    for part, image_set in sets.items():
+        present = image_set.task.present(image_set.labels[torch.from_numpy(image_set.ids)])
+        if image_set.kind == "labels" and not present.all():
+            lacking = [image_set.classes[place] for place in (~present).nonzero().flatten()]
+            notes.append(f"no {part}{'ing' if part == 'train' else ''} sample has label {first_few(lacking)}")
+    return notes

@@ -36,6 +36,7 @@ from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
+from hvfreeze.data.tables import columns_of
 from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
@@ -118,7 +119,7 @@ def open_corpus(
     root = root_of(data.data, data.data_dir).resolve()
 
     def look() -> tuple[Folders | None, str, dict[str, str]]:
-        found = list_data(data.data, data.data_dir)
+        found = list_data(data.data, data.data_dir, columns_of(data))
         return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
 
     folders, local = look_once(world, look, place=str(root))
@@ -136,6 +137,7 @@ def open_corpus(
             skip_bad=data.skip_bad,
             context=data.context,
             task=data.task,
+            columns=columns_of(data),
         ),
         name="data",
     )

@@ -110,7 +110,7 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
 def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Path) -> None:
     task = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     outcome = spawn("train", *SMALL, "--run-dir", str(run_dir), env={**task, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    refused(outcome, 2, "the launcher started 4 tasks", "but MPI connects 1", "mpirun")
+    refused(outcome, 2, "the launcher started 4 tasks", "but MPI connects only 1", "mpirun")
 
 
 @pytest.mark.parametrize(

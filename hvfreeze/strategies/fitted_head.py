@@ -78,7 +78,7 @@ class FittedHead:
     evaluation: Features
     clock: PhaseClock
     centres: int | None
-    """The kernel of a kernel head; None lets the fit choose."""
+    """How many centres a kernel head has; None lets the fit choose."""
     task: Task
     """What the head answers."""
     weights: NDArray[np.float32]

@@ -40,12 +40,13 @@ from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
-from hvfreeze.user_code import TIMM, code_sha256, is_named_code
+from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,7 @@ SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or
 # Name of an entry -> whether a value is right, and how a right one is described.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
+    "architecture": (lambda v: v is None or isinstance(v, dict), "null or names and values"),
     "classes": (_are_classes, "a list of different names"),
     "exits": (_are_exits, "an ascending list of blocks"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
@@ -249,7 +251,9 @@ class Card:
     """What a model file holds, how it is applied, and what it came from."""
 
     model: str
-    """The architecture: its name in torchvision, timm:NAME, or package:function."""
+    """The architecture: its name in torchvision, timm:NAME, hf:PATH_OR_NAME, or package:function."""
+    architecture: dict[str, Any] | None = None
+    """Of a model hf:..., its configuration, so that the folder is not needed; None of others."""
     code_sha256: str | None = None
     """Of the file of that function; None where it is none."""
     blocks: str
@@ -348,7 +352,13 @@ def read_card(path: Path) -> Card:
             "mlp-WxW..., multi-level:P and kernel:P"
         )
     image = tree.get("image")
-    before: dict[str, Any] = {"context": None, "exits": [], "balanced_accuracy": None, "majority_share": None}
+    before: dict[str, Any] = {
+        "architecture": None,
+        "context": None,
+        "exits": [],
+        "balanced_accuracy": None,
+        "majority_share": None,
+    }
     entries = checked(path, {**before, **tree}, ENTRIES)
     entries |= {name: tuple(entries[name]) for name in ("classes", "exits")}
     if image is None and entries["context"] is not None:
@@ -381,7 +391,8 @@ def sha256_of(path: Path) -> str:
 
 def libraries_of(config: Config) -> tuple[str, ...]:
     """Return the packages that what a model answers depends on, beside this one."""
-    return (*LIBRARIES, "timm") if config.model.model.startswith(TIMM) else LIBRARIES
+    own = {TIMM: ("timm",), HF: ("transformers",)}
+    return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
 
 
 def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
@@ -393,6 +404,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     path = weights_path(model.model, model.weights) if hashed else None
     return Card(
         model=model.model,
+        architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
         blocks=model.blocks,
         head=head_named(config.head),

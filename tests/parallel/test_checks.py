@@ -35,6 +35,7 @@ PARTS = {
     "staged": Part((2,), (3, 4)),
     "cached": Part((2,), (1, 3, 4)),
     "solved": Part((3,), (1, 2)),
+    "hub": Part((2,), (1, 3)),
     "updating": Part((3,), (1, 2, 4)),
     **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
     "grid": Part((4,), (1, 2, 3)),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
     FITS,
+    RESAMPLES,
     at_least,
     between,
     choice,
@@ -144,7 +145,7 @@ class DataConfig(Section):
         None,
         "PIXELS",
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
-        "images that differ in size",
+        "images that differ in size; with --model hf:... what its image processor says",
         brief="side in pixels; own size, or 128 if unequal",
         of=IMAGES,
     )
@@ -166,6 +167,9 @@ class DataConfig(Section):
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
         of=IMAGES,
+    )
+    resample: Annotated[str, choice(*RESAMPLES)] = setting(
+        "bilinear", "FILTER", "how files of images are resized: " + ", ".join(RESAMPLES), of=IMAGES
     )
     mean: str | None = setting(
         None,

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS
+from hvfreeze.config.rules import FITS, RESAMPLES
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
@@ -60,7 +60,7 @@ class Preparation:
 
     height: int
     width: int
-    """Pixels to which an image is brought as `fit` says (bilinear)."""
+    """Pixels to which an image is brought as `fit` and `resample` say."""
     cropped_to: int | None
     """Side of the square that is cut out of the centre of that; None takes all of it."""
     enlarged_to: int | None
@@ -73,6 +73,8 @@ class Preparation:
     background: Colour = (255, 255, 255)
     fit: str = "crop"
     """How an image of other proportions is brought to these; see `data.reading.fitted`."""
+    resample: str = "bilinear"
+    """The filter by which images are resized."""
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return the image, or each of the images, as the model sees it."""
@@ -89,7 +91,7 @@ class Preparation:
     @property
     def how(self) -> Reading:
         """How images are read, and made to fit."""
-        return Reading(version=self.reading, background=self.background, fit=self.fit)
+        return Reading(version=self.reading, background=self.background, fit=self.fit, resample=self.resample)
 
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
@@ -226,6 +228,7 @@ IMAGE_ENTRIES: dict[str, Any] = {
     "reading": _whole(READING),
     "background": (_is_colour, "three whole numbers in 0..255"),
     "fit": (lambda v: v in FITS, "one of " + ", ".join(FITS)),
+    "resample": (lambda v: v in RESAMPLES, "one of " + ", ".join(RESAMPLES)),
 }
 
 
@@ -366,7 +369,7 @@ def read_card(path: Path) -> Card:
     if not isinstance(image, dict):
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     # Cards that do not say how files were read are of a time when there was one way.
-    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
+    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop", "resample": "bilinear"}
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
@@ -437,4 +440,5 @@ def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: 
         reading=reading.version,
         background=reading.background,
         fit=reading.fit,
+        resample=reading.resample,
     )

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.rules import RESAMPLES
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.steps import Layout, Step, classifier_layout, make_step, split_step
 from hvfreeze.user_code import HF
@@ -31,6 +32,11 @@ WEIGHTS = ("*.safetensors", "*.bin")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 NOT_KEPT = ("architectures", "auto_map", "dtype", "id2label", "label2id", "quantization_config", "torch_dtype")
 """Entries of a configuration that say nothing of the network, or would fetch code."""
+BY_EDGE = ("ConvNext", "Bit", "CLIP", "LeViT", "PoolFormer")
+"""Image processors to which a size that is a number means the shorter side."""
+CROP_SHARE, WHOLE_FROM = 224 / 256, 384
+"""Of ConvNext's image processor, which crops images that are smaller than the latter."""
+Triple = tuple[float, float, float]
 LONGEST_REASON = 300
 """Characters of an error of the library."""
 
@@ -248,6 +254,84 @@ def read_architecture(name: str) -> dict[str, Any]:
             f"{', '.join(FAMILIES)}{hint}"
         )
     return {key: value for key, value in tree.items() if key not in NOT_KEPT and not key.startswith(("_", "attn"))}
+
+
+def read_processor(name: str) -> dict[str, Any]:
+    """Return the configuration of the image processor of `hf:PATH_OR_NAME`, nothing where there is none."""
+    path = find_folder(name) / PROCESSOR
+    return read_json(path) if path.is_file() else {}
+
+
+def read_preparation(name: str) -> dict[str, Any]:
+    """Return the settings by which images are prepared as the image processor of `hf:PATH_OR_NAME` does it."""
+    tree = read_processor(name)
+    kind = str(tree.get("image_processor_type", tree.get("feature_extractor_type")))
+    found: dict[str, Any] = {}
+    if isinstance(resample := tree.get("resample"), int) and 0 <= resample < len(RESAMPLES):
+        found["resample"] = RESAMPLES[resample]
+    size, crop = tree.get("size"), _side(tree.get("crop_size")) if tree.get("do_center_crop") else None
+    if not tree.get("do_resize", True) or size is None:
+        return found | ({"image_size": crop} if crop else {})
+    edge = size.get("shortest_edge") if isinstance(size, dict) else size if kind.startswith(BY_EDGE) else None
+    side = edge if edge is not None else _side(size)
+    if side is None:
+        return found
+    share = tree.get("crop_pct")
+    if edge is not None and kind.startswith("ConvNext"):
+        # It crops small images only.
+        crop, side = (edge, int(edge / (share or CROP_SHARE))) if edge < WHOLE_FROM else (None, edge)
+        squash = edge >= WHOLE_FROM
+    else:
+        squash = edge is None
+    found |= {"image_size": crop or side, "fit": "squash" if squash else "crop"}
+    return found | ({"resize": side} if crop is not None and crop < side else {})
+
+
+def _side(size: Any) -> int | None:
+    """Return the side of the squares that a size of an image processor means, None if they are none."""
+    if isinstance(size, dict):
+        height, width = size.get("height"), size.get("width")
+        return height if height == width and isinstance(height, int) else None
+    return size if isinstance(size, int) else None
+
+
+def read_statistics(name: str) -> tuple[Triple, Triple] | None:
+    """Return mean and standard deviation, of pixels scaled to 0-1, by which `hf:PATH_OR_NAME` has images normalised."""
+    tree = read_processor(name)
+    if not tree:
+        return None
+    scale = 255 * float(tree.get("rescale_factor", 1 / 255)) if tree.get("do_rescale", True) else 255.0
+    mean, std = tree.get("image_mean"), tree.get("image_std")
+    if not tree.get("do_normalize", True) or mean is None or std is None:
+        mean, std = 0.0, 1.0
+    return _three(mean, scale), _three(std, scale)
+
+
+def _three(numbers: Any, scale: float) -> Triple:
+    red, green, blue = numbers if isinstance(numbers, (list, tuple)) and len(numbers) == 3 else [numbers] * 3
+    return float(red) / scale, float(green) / scale, float(blue) / scale
+
+
+def processor_of(
+    *, side: int, resize: int | None, fit: str, resample: str, mean: Triple, std: Triple
+) -> dict[str, Any]:
+    """Return the configuration of an image processor of the library that prepares images in this way."""
+    square = {"height": side, "width": side}
+    size = {"height": resize or side, "width": resize or side} if fit == "squash" else {"shortest_edge": resize or side}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": size,
+        "resample": RESAMPLES.index(resample),
+        "do_center_crop": True,
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+    }
 
 
 def build_classifier(architecture: Mapping[str, Any], *, num_classes: int, image_size: int) -> nn.Module:

@@ -11,18 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference.blocks_table import show_blocks
+from hvfreeze.inference.card import Preparation
 from hvfreeze.inference.model import load_model
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.hugging_face import FAMILIES, LAYOUTS, find_folder, save
+from hvfreeze.model.hugging_face import (
+    FAMILIES,
+    LAYOUTS,
+    find_folder,
+    processor_of,
+    read_preparation,
+    read_statistics,
+    save,
+)
 from hvfreeze.model.model_sources import BuiltModel, build_model, set_memory_formats
 from hvfreeze.model.weights import head_layers, weights_path
 from hvfreeze.prefix.operations import operations_digest
 from tests.hub_models import KINDS, save_small
-from tests.program import OFFLINE, call, spawn
+from tests.program import OFFLINE, call, save_photos, spawn
 from tests.single.refusing import refused
 
 transformers = pytest.importorskip("transformers")
@@ -128,6 +138,115 @@ def test_auto_ends_in_a_model_that_answers_without_the_folder(kind: str, tmp_pat
     model = load_model(run)
     assert model.card.architecture is not None and model.card.architecture["model_type"] == kind
     assert model.card.weights_sha256 is not None and "transformers" in model.card.versions
+
+
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+USUAL = {"image_mean": MEAN, "image_std": STD, "do_convert_rgb": True}
+VIT = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "resample": 3, **USUAL}
+EDGE = {"size": {"shortest_edge": 40}, "resample": 3, **USUAL}
+BIT = {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": 32, **EDGE}
+CONVNEXT = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875, **EDGE, "size": {"shortest_edge": 35}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "settings"),
+    [
+        (VIT, {"image_size": 32, "fit": "squash", "resample": "bicubic"}),
+        ({**VIT, "size": 48, "resample": 2}, {"image_size": 48, "fit": "squash", "resample": "bilinear"}),
+        (
+            {**VIT, "size": 40, "do_center_crop": True, "crop_size": {"height": 32, "width": 32}},
+            {"image_size": 32, "resize": 40, "fit": "squash", "resample": "bicubic"},
+        ),
+        (BIT, {"image_size": 32, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**BIT, "size": 40}, {"image_size": 32, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**BIT, "do_center_crop": False}, {"image_size": 40, "fit": "crop", "resample": "bicubic"}),
+        (CONVNEXT, {"image_size": 35, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**CONVNEXT, "size": 384}, {"image_size": 384, "fit": "squash", "resample": "bicubic"}),
+        ({**VIT, "do_resize": False, "resample": None}, {}),
+        ({**VIT, "size": {"height": 32, "width": 48}}, {"resample": "bicubic"}),
+    ],
+)
+def test_images_are_prepared_as_the_image_processor_does_it(
+    tmp_path: Path, processor: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert read_preparation(f"hf:{tmp_path}") == settings
+    assert read_statistics(f"hf:{tmp_path}") == (tuple(MEAN), tuple(STD))
+    if not {"image_size", "fit"} <= settings.keys():
+        return
+    stored, side = settings.get("resize", settings["image_size"]), settings["image_size"]
+    ours = Preparation(
+        height=stored,
+        width=stored,
+        cropped_to=side if stored > side else None,
+        enlarged_to=None,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.2, 0.3, 0.4),
+        fit=settings["fit"],
+        resample=settings["resample"],
+    )
+    pixels = torch.rand(3, 8, 10, generator=torch.Generator().manual_seed(0))
+    smooth = nn.functional.interpolate(pixels[None], size=(96, 120), mode="bilinear")[0]
+    image = Image.fromarray((255 * smooth).byte().permute(1, 2, 0).numpy())
+    kind = getattr(transformers, f"{processor['image_processor_type']}Pil")
+    theirs = kind.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"][0]
+    if theirs.shape[1] != theirs.shape[2]:
+        return
+    # The centre of an oblong image may lie half a pixel elsewhere.
+    assert (ours(image) - theirs).abs().mean() < (1e-6 if settings["fit"] == "squash" else 0.05)
+
+
+def test_statistics_are_of_pixels_from_0_to_1_whatever_the_processor_scales_to(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert read_statistics(f"hf:{tmp_path}") is None and read_preparation(f"hf:{tmp_path}") == {}
+    for processor, expected in (
+        ({"rescale_factor": 2 / 255, "image_mean": [1, 1, 1], "image_std": 0.5}, ((0.5,) * 3, (0.25,) * 3)),
+        ({"do_normalize": False}, ((0.0,) * 3, (1.0,) * 3)),
+        ({"do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}, ((0.2,) * 3, (1.0,) * 3)),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+        for found, wanted in zip(read_statistics(f"hf:{tmp_path}") or (), expected, strict=True):
+            assert found == pytest.approx(wanted)
+
+
+def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> None:
+    save_small("dinov2", tmp_path / "hub")
+    (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(BIT))
+    photos, run = save_photos(tmp_path / "photos", sides=(48, 60)), tmp_path / "run"
+    auto = (
+        "auto",
+        str(photos),
+        "--model",
+        f"hf:{tmp_path / 'hub'}",
+        "--epochs",
+        "1",
+        "--threads",
+        "1",
+        "--flips",
+        "off",
+    )
+    outcome = call(*auto, "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    assert "does it: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
+    assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4: the image processor's of hf:" in outcome.stdout
+    image = load_model(run).card.image
+    assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
+    assert (image.mean, image.std) == (tuple(MEAN), tuple(STD))
+    outcome = call("evaluate", str(run))
+    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
+    outcome = call(
+        *auto, "--image-size", "24", "--resample", "box", "--mean", "0", "--std", "1", "--run-dir", str(run / "b")
+    )
+    assert outcome.returncode == 0 and "does it: --fit crop\n" in outcome.stdout, str(outcome)
+    described = processor_of(side=32, resize=40, fit="crop", resample="bicubic", mean=image.mean, std=image.std)
+    (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(described))
+    assert read_preparation(f"hf:{tmp_path / 'hub'}") == {
+        "resample": "bicubic",
+        "image_size": 32,
+        "fit": "crop",
+        "resize": 40,
+    }
 
 
 def test_its_blocks_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,13 @@ from hvfreeze.config.rules import (
     at_least,
     between,
     choice,
+    is_table,
     number_list,
     one_of,
     parse_bytes,
     parse_cadence,
     parse_channels,
+    parse_class_weights,
     parse_colour,
     parse_compression,
     parse_dirichlet,
@@ -64,6 +66,12 @@ AUTO = "auto"
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
+METRICS = {
+    "classes": ("accuracy", "balanced-accuracy", "macro-f1", "auroc"),
+    "labels": ("average-precision", "macro-f1"),
+    "numbers": ("r2", "mae"),
+}
+"""By what labels are; the first is the default."""
 
 
 def voting(config: Any) -> tuple[str, ...]:
@@ -80,6 +88,7 @@ def is_cut(config: Any) -> bool:
 
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
+TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -121,17 +130,46 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, or package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
+        "package:function",
     )
     data_dir: str | None = setting(
         None,
         "DIR",
-        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
-        "file, default: the sources of Python's standard library",
-        brief="where a built-in data set lies",
+        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; of a table's images: "
+        "the table's folder; with --data text a file, default: the sources of Python's standard library",
+        brief="where a built-in data set, or a table's images, are",
         of=FILES,
     )
     context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
+    task: Annotated[str, choice("auto", "classes", "labels", "numbers")] = setting(
+        "auto",
+        "WHAT",
+        "what labels are: classes (one a sample), labels (several a sample), numbers (regression), or auto (as they "
+        "look)",
+        brief="classes, labels (several a sample) or numbers",
+        of=IMAGES,
+    )
+    image_column: str | None = setting(
+        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+    )
+    label_column: str | None = setting(
+        None,
+        "NAME,...",
+        "the column with the labels; several columns have a label or a number each; default: label, class and the like",
+        brief="of a table: the column with the labels",
+        of=TABLE,
+    )
+    label_delimiter: str | None = setting(
+        None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
+    )
+    split_column: str | None = setting(
+        None,
+        "NAME",
+        "the column that says train, val or test; none: a tenth is held out; default: split, subset and the like",
+        of=TABLE,
+    )
+    test_table: str | None = setting(None, "FILE", "a table with the test samples, of the same columns", of=TABLE)
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
     )
@@ -220,7 +258,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        else:
+        elif not is_table(self.data):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
@@ -231,6 +269,8 @@ class DataConfig(Section):
         )
         sized = self.fit == "crop" or self.image_size is not None
         rule(sized, "fit", self.fit, "given together with --image-size, the side of the squares")
+        rule(self.test_table is None or is_table(self.test_table), "test-table", self.test_table, "a table, as --data")
+        rule(self.label_delimiter != "", "label-delimiter", "''", "a text, and not empty")
         self.background_colour()
         self.statistics()
         text, alone = self.data == TEXT, self.validation_fraction == 0 or self.augment == "none"
@@ -544,6 +584,14 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    class_weights: str = setting(
+        "none",
+        "HOW",
+        "how much samples of a class count: none (all alike), balanced (the rarer the class, the more) or "
+        "NAME=W,NAME=W,... (other classes 1; what counts is how weights compare)",
+        brief="balanced: rare classes count more",
+        of=IMAGES,
+    )
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
@@ -566,6 +614,7 @@ class OptimizerConfig(Section):
         self.head_rates()
         rule(not self.nesterov or self.momentum > 0, "nesterov", True, "used with a --momentum above 0")
         parse_compression(self.compression)
+        parse_class_weights(self.class_weights)
 
     def steps_per_epoch(self, batches: int) -> int:
         """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
@@ -607,6 +656,15 @@ class RunConfig(Section):
     )
     keep: Annotated[str, choice("last", "best")] = setting(
         "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
+    )
+    metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
+        None,
+        "NAME",
+        "by which models are compared on held-out samples, by hvfreeze auto, --keep best and --early-stop: accuracy, "
+        "balanced-accuracy, macro-f1 or auroc of classes (default: accuracy, in hvfreeze auto the loss), "
+        "average-precision (default) or macro-f1 of several labels, r2 (default) or mae of numbers",
+        brief="held-out metric that decides, as macro-f1",
+        of=IMAGES,
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
     FITS,
+    RESAMPLES,
     at_least,
     between,
     choice,
@@ -47,7 +48,7 @@ from hvfreeze.config.section import (
     given_to,
     setting,
 )
-from hvfreeze.user_code import TIMM, check_named_code, is_named_code
+from hvfreeze.user_code import HF, TIMM, check_named_code, is_named_code
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -182,7 +183,7 @@ class DataConfig(Section):
         None,
         "PIXELS",
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
-        "images that differ in size",
+        "images that differ in size; with --model hf:... what its image processor says",
         brief="side in pixels; own size, or 128 if unequal",
         of=IMAGES,
     )
@@ -204,6 +205,9 @@ class DataConfig(Section):
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
         of=IMAGES,
+    )
+    resample: Annotated[str, choice(*RESAMPLES)] = setting(
+        "bilinear", "FILTER", "how files of images are resized: " + ", ".join(RESAMPLES), of=IMAGES
     )
     mean: str | None = setting(
         None,
@@ -450,8 +454,8 @@ class ModelConfig(Section):
         "resnet18",
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
-        "--data text, timm:NAME, or package:function for your own",
-        brief="network: resnet18, timm:NAME, package:function",
+        "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
+        brief="network: resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -463,7 +467,7 @@ class ModelConfig(Section):
         "none",
         "FILE",
         "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
-        "state_dict, also as safetensors",
+        "state_dict, also as safetensors; default: none, with --model hf:... DEFAULT, those beside the model",
         brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
@@ -478,8 +482,8 @@ class ModelConfig(Section):
             check_named_code("model", self.model)
             own = weights_entry(self.weights) is None
             rule(own, "weights", self.weights, "none or a file with a model of your own")
-        timms = not self.model.startswith(TIMM) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
-        rule(timms, "weights", self.weights, "none, DEFAULT or a file with a model of timm's")
+        whole = not self.model.startswith((TIMM, HF)) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
+        rule(whole, "weights", self.weights, "none, DEFAULT or a file with a model of timm's or Hugging Face's")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 

@@ -71,6 +71,7 @@ FLAGS = {
     "image_size": ["24"],
     "fit": ["squash --image-size 24", "pad --image-size 24"],
     "background": ["black"],
+    "resample": ["bicubic --image-size 24"],
     "resize": ["28 --image-size 24", "36 --image-size 32"],
     "mean": ["0.4 --std 0.3"],
     "data_seed": ["6"],

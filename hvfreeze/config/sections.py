@@ -420,7 +420,6 @@ class CacheConfig(Section):
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        brief="where they stay after the run",
         of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
@@ -455,7 +454,7 @@ class ModelConfig(Section):
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
         "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
-        brief="network: resnet18, timm:NAME, hf:FOLDER, package:function",
+        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -553,14 +552,12 @@ class OptimizerConfig(Section):
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
         "given",
-        brief="sgd, adamw or lars, if not chosen",
         of=TRAINED,
     )
     lr: Positive = setting(
         By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
         "learning rate, used as given for any number of ranks",
-        brief="learning rate, if not chosen",
         of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(

@@ -195,6 +195,8 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+"""Names of experiment trackers, which are those of their libraries."""
 TABLES = (".csv", ".tsv", ".parquet")
 """Suffixes of tables with the labels of images."""
 

@@ -1,18 +1,14 @@
-"""What a run tells its user: lines on standard output and in the log, a bar or lines about how far it is, curves."""
+"""What a run tells its user: lines on standard output and in the log, a bar or lines about how far it is."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-
-from hvfreeze.errors import UsageError
 
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -102,48 +98,3 @@ class Progress:
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.close()
-
-
-def check_curves(*, wanted: bool) -> None:
-    """Raise UsageError where --tensorboard is given and the library is not installed."""
-    if wanted and find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the tensorboard library, which is not installed: pip install tensorboard, or leave "
-            "it out; `hvfreeze report --watch` follows a run without it"
-        )
-
-
-class Curves:
-    """An epoch's numbers as event files for TensorBoard, by optimizer step.
-
-    Args:
-        directory: where the files go.
-        step: steps that a resumed run has made; what was drawn after them is taken back.
-    """
-
-    def __init__(self, directory: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1 if step else None)
-
-    def epoch(self, line: Mapping[str, Any], *, rate: float) -> None:
-        """Draw a line of metrics.jsonl, each number under its own name, those of phases and models in groups."""
-        numbers = {"learning_rate": rate, **flattened(line)}
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, global_step=line["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._writer.close()
-
-
-def flattened(line: Mapping[str, Any], *, within: str = "") -> dict[str, float]:
-    """Return the numbers in nested mappings, named by the way to them."""
-    found: dict[str, float] = {}
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            found |= flattened(value, within=f"{within}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "epoch"):
-            found[f"{within}{key}"] = float(value)
-    return found

@@ -19,6 +19,7 @@ from hvfreeze.files import FileLock, open_own
 from hvfreeze.runs.files import publish, reason_of
 from hvfreeze.runs.identity import Settings, absolute
 from hvfreeze.runs.reading import read_object
+from hvfreeze.runs.trackers import Trackers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,6 +30,7 @@ class NullRecord:
 
     notes: tuple[str, ...] = ()
     resumed: Sequence[dict[str, Any]] = ()
+    trackers = Trackers()
 
     def change(self, what: str) -> None:
         """Keep nothing."""
@@ -84,6 +86,8 @@ class Record:
         self.resumed: list[dict[str, Any]] = []
         unlocked = f"{directory} cannot be locked on this file system: keep other jobs out of it"
         self.notes = (*(f"not as before: {what}" for what in changed), *((unlocked,) if lock and not lock.held else ()))
+        self.trackers = Trackers()
+        """What is told of each line too."""
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):
@@ -121,10 +125,12 @@ class Record:
     def metrics(self, line: dict[str, Any]) -> None:
         """Append an epoch's line; numbers that are not finite become null."""
         self._append("metrics", finite(line))
+        self.trackers.line(line)
 
     def decision(self, decision: DataclassInstance) -> None:
         """Append a vote's line: the fields of a dataclass of plain values."""
         self._append("decisions", dataclasses.asdict(decision))
+        self.trackers.decision(dataclasses.asdict(decision))
 
     def position(self) -> dict[str, int]:
         """Return the length in bytes of each file that grows, to be kept in a checkpoint; so much is on the disk.
@@ -157,6 +163,7 @@ class Record:
 
     def close(self) -> None:
         """Let other jobs use the directory."""
+        self.trackers.close()
         if self._lock is not None:
             self._lock.release()
 

@@ -5,16 +5,21 @@ Ridge regression fits each output to a target. Held-out answers then choose the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, of_classes, of_labels, of_numbers
 
 
 class Calibration(NamedTuple):
@@ -35,8 +40,48 @@ class Task(ABC):
     """A kind of labels, and the number of outputs of a head for them."""
 
     outputs: int
+    metric: str = ""
+    """By which models are compared, one of `metrics.WORDS`; empty is `usual_metric`, of classes accuracy and loss."""
+    thresholds: tuple[float, ...] = ()
+    """Of labels: the probability above which each is given; empty is 0.5."""
     kind: ClassVar[str]
     """The key in `TASKS`."""
+    usual_metric: ClassVar[str] = ""
+    """What `metric` is where nothing is given."""
+
+    @abstractmethod
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return what `metrics` needs of (B, outputs) logits, (B, ...): all ranks' go to rank 0."""
+
+    @abstractmethod
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return how good answers are, by metric."""
+
+    @abstractmethod
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many answers are right, NaN for numbers."""
+
+    @property
+    def is_examined(self) -> bool:
+        """Whether models are compared by a metric, not by loss and accuracy alone."""
+        return bool(self.metric or self.usual_metric)
+
+    def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> Task:
+        """Return the task with what is chosen by held-out answers."""
+        return self
+
+    def examined(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, float] | None, tuple[float, ...]]:
+        """Return the metrics of held-out answers, None where loss and accuracy decide, and the thresholds."""
+        if not self.is_examined:
+            return None, ()
+        kept, truth = self.kept(logits).numpy(), labels.numpy()
+        task = self.fitted_to(kept, truth)
+        return task.metrics(kept, truth), task.thresholds
+
+    def decides(self, found: Mapping[str, float]) -> float | None:
+        """Return how good a model is by `metric`, more is better; None where that is left open."""
+        name = self.metric or self.usual_metric
+        return (-1 if name in LOWER_IS_BETTER else 1) * found[name] if name in found else None
 
     @property
     def num_strata(self) -> int:
@@ -118,6 +163,19 @@ class Classes(Task):
     """How much a row of each class counts; empty where all count alike."""
     kind: ClassVar[str] = "classes"
 
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the most probable classes, or where scores are needed the logits."""
+        return logits if self.metric == "auroc" else classes_of(logits)
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many rows, or characters, are."""
+        return int((classes_of(logits) == labels).sum())
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return accuracy, balanced accuracy and macro F1, and of logits the area under the ROC curve."""
+        found = kept if kept.ndim == 1 else classes_of(torch.from_numpy(kept)).numpy()
+        return of_classes(labels, found) | ({} if kept.ndim == 1 else {"auroc": auroc(labels, kept)})
+
     def strata(self, labels: Tensor) -> Tensor:
         """Return the classes."""
         return labels
@@ -179,9 +237,30 @@ class Classes(Task):
 
 
 class MultiLabel(Task):
-    """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32."""
+    """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32. A loss is the sum over labels."""
 
     kind: ClassVar[str] = "labels"
+    usual_metric: ClassVar[str] = "average_precision"
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the logits."""
+        return logits
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return mean average precision, macro F1 and the share of rows all of whose labels are right."""
+        return of_labels(labels, kept, self.given(torch.from_numpy(kept)).numpy())
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many rows have all of their labels right."""
+        return int((self.given(logits) == (labels > 0.5)).all(1).sum())
+
+    def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> MultiLabel:
+        """Return the task with the thresholds at which each label has the best F1."""
+        return replace(self, thresholds=tuple(best_thresholds(labels, 1 / (1 + np.exp(-kept.astype(np.float64))))))
+
+    def given(self, logits: Tensor) -> Tensor:
+        """Return which labels are given, (B, outputs) bool."""
+        return logits.double().sigmoid() > torch.tensor(self.thresholds or [0.5]).double()
 
     @property
     def num_strata(self) -> int:
@@ -199,9 +278,9 @@ class MultiLabel(Task):
         return (labels > 0.5).any(0)
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """Return the binary cross-entropies, the mean over labels."""
+        """Return the binary cross-entropies."""
         wanted = labels * (1 - smoothing) + smoothing / 2
-        return functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(1)
+        return functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(1)
 
     @property
     def no_labels(self) -> Tensor:
@@ -228,9 +307,8 @@ class MultiLabel(Task):
         return Calibration(found[0], found[1])
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the binary cross-entropies, the mean over labels."""
-        losses = functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
-        return losses.mean(1)
+        """Return the binary cross-entropies."""
+        return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(1)
 
     def score(self, logits: Tensor, labels: Tensor) -> float:
         """Return the share of labels that are right at probability 0.5."""
@@ -245,6 +323,19 @@ class Numbers(Task):
     deviation: tuple[float, ...] = ()
     """Of each output over all rows; 0 and 1 until `measured`."""
     kind: ClassVar[str] = "numbers"
+    usual_metric: ClassVar[str] = "r2"
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the answers."""
+        return logits
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return R^2 and the mean absolute error, the means over outputs."""
+        return of_numbers(labels, kept)
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return NaN."""
+        return math.nan
 
     @property
     def num_strata(self) -> int:
@@ -299,6 +390,18 @@ class Numbers(Task):
     def scale(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the deviation, (outputs,) float64 each."""
         return torch.tensor(self.mean or [0.0]).double(), torch.tensor(self.deviation or [1.0]).double()
+
+
+NO_ANSWER = -2
+"""In place of a class, where a model's output overflows."""
+
+
+def classes_of(logits: Tensor) -> Tensor:
+    """Return the most probable class of (B, classes, ...) logits, (B, ...) int64, NO_ANSWER where that is not finite.
+
+    To the largest of numbers NaN would be the first class, and a model that overflows right as often as that occurs.
+    """
+    return logits.argmax(1).masked_fill(~logits.amax(1).isfinite(), NO_ANSWER)
 
 
 TASKS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classes, MultiLabel, Numbers)}

@@ -197,6 +197,24 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 """Names of experiment trackers, which are those of their libraries."""
+
+
+def parse_class_weights(text: str) -> str | dict[str, float] | None:
+    """Return None for `none`, `balanced`, or weights by the names of classes, as in `cat=2,dog=0.5`.
+
+    Raises:
+        UsageError: it is neither, or names a class twice.
+    """
+    if text in ("none", "balanced"):
+        return None if text == "none" else text
+    pairs = [entry.rpartition("=")[::2] for entry in text.split(",")]
+    weights = {name: float_or_nan(number) for name, number in pairs}
+    ok = all(name and 0 < weight < math.inf for name, weight in weights.items())
+    wanted = "none, balanced, or NAME=W,NAME=W,... with weights above 0, as in cat=2,dog=0.5"
+    rule(ok and len(weights) == len(pairs), "class-weights", text, wanted)
+    return weights
+
+
 TABLES = (".csv", ".tsv", ".parquet")
 """Suffixes of tables with the labels of images."""
 

@@ -18,6 +18,7 @@ from hvfreeze.config.rules import (
     parse_bytes,
     parse_cadence,
     parse_channels,
+    parse_class_weights,
     parse_colour,
     parse_compression,
     parse_dirichlet,
@@ -65,6 +66,12 @@ AUTO = "auto"
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
+METRICS = {
+    "classes": ("accuracy", "balanced-accuracy", "macro-f1", "auroc"),
+    "labels": ("average-precision", "macro-f1"),
+    "numbers": ("r2", "mae"),
+}
+"""By what labels are; the first is the default."""
 
 
 def voting(config: Any) -> tuple[str, ...]:
@@ -574,6 +581,14 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    class_weights: str = setting(
+        "none",
+        "HOW",
+        "how much samples of a class count: none (all alike), balanced (the rarer the class, the more) or "
+        "NAME=W,NAME=W,... (other classes 1; what counts is how weights compare)",
+        brief="balanced: rare classes count more",
+        of=IMAGES,
+    )
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
@@ -596,6 +611,7 @@ class OptimizerConfig(Section):
         self.head_rates()
         rule(not self.nesterov or self.momentum > 0, "nesterov", True, "used with a --momentum above 0")
         parse_compression(self.compression)
+        parse_class_weights(self.class_weights)
 
     def steps_per_epoch(self, batches: int) -> int:
         """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
@@ -637,6 +653,15 @@ class RunConfig(Section):
     )
     keep: Annotated[str, choice("last", "best")] = setting(
         "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
+    )
+    metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
+        None,
+        "NAME",
+        "by which models are compared on held-out samples, by hvfreeze auto, --keep best and --early-stop: accuracy, "
+        "balanced-accuracy, macro-f1 or auroc of classes (default: accuracy, in hvfreeze auto the loss), "
+        "average-precision (default) or macro-f1 of several labels, r2 (default) or mae of numbers",
+        brief="held-out metric that decides, as macro-f1",
+        of=IMAGES,
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,

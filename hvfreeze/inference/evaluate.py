@@ -11,6 +11,7 @@ DIR/reliability.png and .svg
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.nn import functional
 from hvfreeze.config.rules import is_table
 from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
-from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
+from hvfreeze.data.class_shares import accuracy_in_words, majority_of
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
@@ -42,14 +43,15 @@ from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, Whole, answering
 from hvfreeze.inference.model import Applied, load_model
-from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers
+from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers, note_on_missing
 from hvfreeze.inference.run_settings import columns_in, config_of
 from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
-from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
+from hvfreeze.metrics import auroc, balanced_accuracy, in_words, of_classes
 from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
 from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable
 from hvfreeze.runs.record import finite
+from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import on_one_line, plural
 
@@ -224,6 +226,10 @@ class Result:
     """Samples for which the model's output is not finite; they count as wrong."""
     left_out: tuple[str, ...] = ()
     """Why each sample that is not counted cannot be used."""
+    macro_f1: float = math.nan
+    """The mean over classes of the harmonic mean of recall and precision."""
+    auroc: float = math.nan
+    """Area under the ROC curve; NaN where not enough classes have samples."""
 
     @property
     def accuracy(self) -> float:
@@ -314,12 +320,12 @@ def measure(
     """
     answer, count = answer or Whole(applied), len(samples.labels)
     answered, sure = torch.full_like(samples.labels, NOT_USED), torch.empty(count, dtype=torch.float64)
-    among_best, loss, bad = 0, 0.0, dict[int, str]()
+    among_best, loss, bad, scores = 0, 0.0, dict[int, str](), torch.zeros(count, len(applied.classes))
     for rows, logits in answers(applied, samples.decode, count, batch_size=batch_size, answer=answer, bad=bad):
         answer.take(len(logits))
         labels = samples.labels[rows]
         best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
-        answered[rows] = classes_of(logits)
+        answered[rows], scores[rows] = classes_of(logits), logits
         sure[rows] = logits.double().softmax(1).amax(1)
         among_best += int(((best == labels[:, None]).any(1) & (answered[rows] != NO_ANSWER)).sum())
         loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
@@ -328,8 +334,8 @@ def measure(
         raise BrokenImagesError([printable(reason) for reason in bad.values()])
     labels, loss = samples.labels[used], loss / int(used.sum())
     result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])
-    unanswered = int((answered == NO_ANSWER).sum())
-    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered)
+    unanswered, area = int((answered == NO_ANSWER).sum()), auroc(labels.numpy(), scores[used].numpy())
+    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered, auroc=area)
 
 
 def judge(
@@ -357,7 +363,8 @@ def judge(
         for index, name in enumerate(classes)
     ]
     calibration = None if sure is None else Calibration.of(sure.numpy(), found == truth)
-    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration)
+    f1 = of_classes(truth, found)["macro_f1"]
+    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration, macro_f1=f1)
 
 
 def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str:
@@ -388,6 +395,8 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
         lines.append(f"{name:{width}}  {row['samples']:7d}  {percent(row['recall']):>7}  {precision:>9}")
     found = result.calibration
     if found is not None:
+        areas = {} if math.isnan(result.auroc) else {"auroc": result.auroc}
+        lines.append(in_words({"macro_f1": result.macro_f1, **areas}))
         lines.append(
             f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {result.in_words()}; expected "
             f"calibration error {percent(found.error, 2)} ({BINS} bins)"
@@ -404,6 +413,8 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         "accuracy": result.accuracy,
         "balanced_accuracy": result.balanced_accuracy,
         "majority_share": max(row["samples"] for row in result.rows) / result.count,
+        "macro_f1": result.macro_f1,
+        "auroc": result.auroc,
         "top5_accuracy": result.among_best / result.count,
         "loss": result.loss,
         "data": printable(samples.name),

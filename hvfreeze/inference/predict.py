@@ -28,9 +28,9 @@ from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.run_settings import columns_in
 from hvfreeze.inference.text import Drawing, tell_on
-from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
+from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
@@ -198,6 +198,12 @@ def check_images(applied: Applied, run_dir: Path, *, skip_bad: bool, batch_size:
     for flag, given in (("--skip-bad", skip_bad), (f"--batch-size ({batch_size})", batch_size is not None)):
         if given:
             raise UsageError(f"{flag} must be left out here: it is for images, and {run_dir} has {applied.card.model}")
+
+
+def note_on_missing(count: int, of: int) -> str:
+    """Return a sentence on `count` samples without an answer."""
+    samples = f"{count} of {plural(of, 'sample')}"
+    return f"{samples} have no answer, as the model's output for them is not finite; train it with a lower --lr"
 
 
 def check_numbers(*, batch_size: int | None, top: int = 1) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.allocator import give_back
@@ -31,7 +33,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, WholeModel
 from hvfreeze.strategies.build_parts import open_both_features
-from hvfreeze.tasks import Classes
+from hvfreeze.tasks import Task
 
 CUT = 1
 """The chain is two blocks, features and head."""
@@ -51,7 +53,9 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     hold_still(context.chain, CUT)
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
-    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres)
+    task, labels = context.corpus.task, context.corpus.train.labels
+    weights = task.weights_of(labels).numpy()
+    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres, task, weights)
 
 
 def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
@@ -75,6 +79,10 @@ class FittedHead:
     clock: PhaseClock
     centres: int | None
     """With which a kernel head compares samples; None chooses."""
+    task: Task
+    """What the head answers."""
+    weights: NDArray[np.float32]
+    """(samples,): how much each training sample counts."""
     cut: int = CUT
     _exchanged_bytes: int = 0
     _summary: dict[str, Any] = field(default_factory=dict)
@@ -115,13 +123,14 @@ class FittedHead:
             width=layer.in_features,
             held_out=terms.held_out,
             memory_bytes=memory_budget(self.world.local_size),
+            weights=self.weights,
             sampled=terms.sampled if isinstance(layer, KernelHead) else None,
         )
         with self.clock.within("optimizer"):
             found = solve(
                 rows,
                 layer,
-                Classes(layer.out_features),
+                self.task,
                 terms,
                 world=self.world,
                 centres=self.centres,

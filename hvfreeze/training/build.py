@@ -25,14 +25,14 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import AUTO, TEXT, DataConfig
+from hvfreeze.config.rules import is_downloaded, parse_class_weights, rule
+from hvfreeze.config.sections import AUTO, METRICS, TEXT, DataConfig
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders
+from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -54,6 +54,7 @@ from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
+from hvfreeze.tasks import Classes, Task, class_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -63,7 +64,7 @@ from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import code_sha256, is_named_code
-from hvfreeze.wording import plural
+from hvfreeze.wording import did_you_mean, plural
 
 FEW_BATCHES = 20
 """With fewer, BatchNorm's running statistics, of momentum 0.1, keep more than an eighth of the pretrained ones."""
@@ -474,6 +475,8 @@ def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, lis
         f"classes are unequal: {told}; an answer that is always the same class has that accuracy, so balanced accuracy "
         "(the mean of all classes' recalls) is given too"
     )
+    if config.optimizer.class_weights == "none" and found["training"]:
+        note += "; --class-weights balanced makes rare classes count more"
     training = found["training"]
     return training and training[1], [note] if told else []
 
@@ -550,6 +553,7 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
         whole_batches=not config.head.solved,
         holds_out=holds_out,
     )
+    corpus = replace(corpus, task=raise_on_all_ranks(world, lambda: task_of(config, corpus), name="task"))
     remedy = "start all ranks with one command, on equal data"
     if ":" in config.data.data:
         remedy = (
@@ -565,6 +569,31 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
     check_equal(world, "pixels", sampled, remedy=remedy)
     return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
+
+
+def task_of(config: Config, corpus: Corpus) -> Task:
+    """Return what the models answer, with the weights of classes, which are counted among the training samples.
+
+    Raises:
+        UsageError: a weight is given for a class that the data set has not, or a metric for other labels.
+    """
+    given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
+    if config.run.metric is not None:
+        fitting = METRICS[task.kind]
+        rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
+        task = replace(task, metric=config.run.metric.replace("-", "_"))
+    if given is None:
+        return task
+    assert isinstance(task, Classes), "refused before"
+    places = {meant_by(name): place for place, name in enumerate(corpus.train.classes)}
+    if isinstance(given, dict):
+        for name in given:
+            known = did_you_mean(name, corpus.train.classes)
+            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
+    ids = np.unique(np.concatenate(corpus.plan.shards))
+    counts = torch.bincount(corpus.train.labels[torch.from_numpy(ids)], minlength=task.outputs)
+    by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
+    return replace(task, weights=class_weights(counts, by_place))
 
 
 def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

@@ -46,7 +46,7 @@ class SharedTrunkConfig(CutConfig):
     def refusals(self, config: Any) -> list[Refusal]:
         """Refuse settings that do not go with a shared trunk."""
         optimizer, freeze, shared = config.optimizer, config.freeze, config.cache.cache_shared
-        rates = config.optimizer.head_lr
+        rates, weights = config.optimizer.head_lr, config.optimizer.class_weights
         return [
             ("freeze", freeze.freeze, freeze.freeze == "none", "the trunk is frozen from the start, and stays so"),
             ("shadow", freeze.shadow, freeze.shadow == "none", "the trunk is frozen from the start"),
@@ -54,6 +54,7 @@ class SharedTrunkConfig(CutConfig):
             ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "no gradient travels"),
             ("mixup", optimizer.mixup, optimizer.mixup == 0, "the line computes features of samples, not of pairs"),
             ("cache-shared", shared, not shared, "every rank keeps the features of its own heads"),
+            ("class-weights", weights, weights == "none", "say loss: balanced in --tasks FILE"),
             ("head-lr", rates, rates is None or self.tasks is None, "--tasks has a rate for each task"),
         ]
 

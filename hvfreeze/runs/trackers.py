@@ -133,20 +133,21 @@ class WeightsAndBiases:
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
         wandb: Any = import_module("wandb")
-        self._wandb, self.identity = wandb, identity or wandb.util.generate_id()
+        self._wandb = wandb
         mode = None if os.environ.get("WANDB_MODE") else "offline"
         project = None if os.environ.get("WANDB_PROJECT") else "hvfreeze"
         quiet = wandb.Settings(silent=True, console="off")
         self._run: Any = wandb.init(
             project=project,
             name=directory.name,
-            id=self.identity,
+            id=identity or None,
             resume="allow" if identity else None,
             dir=str(directory.parent),
             config=dict(settings),
             mode=mode,
             settings=quiet,
         )
+        self.identity = str(self._run.id)
 
     def numbers(self, numbers: Numbers, *, step: int) -> None:
         """Add the numbers."""

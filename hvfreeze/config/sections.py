@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from hvfreeze.config.rules import (
     FITS,
     RESAMPLES,
+    TRACKERS,
     at_least,
     between,
     choice,
@@ -686,7 +687,9 @@ class RunConfig(Section):
         "",
         "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
-    tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
+    track: str = setting(
+        "none", "LIST", f"report to experiment trackers too: {', '.join(TRACKERS)}", brief=", ".join(TRACKERS)
+    )
     quiet: bool = setting(
         False, "", "say nothing but errors; log.txt in the run directory has the lines", brief="print errors only"
     )
@@ -701,6 +704,11 @@ class RunConfig(Section):
         if self.checkpoint_every != "auto":
             parse_cadence(self.checkpoint_every)
         self.budget_seconds()
+        self.trackers()
+
+    def trackers(self) -> list[str]:
+        """Return the names of the trackers that the run reports to."""
+        return sorted(parse_parts("track", self.track, TRACKERS))
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""

@@ -12,7 +12,7 @@ from hvfreeze.errors import RefusedError, UsageError
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
 OF_CACHE = ("cache_dir", "cache_limit", "cache_shared", "cache_failure")
-HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "tensorboard", "data_dir", *OF_CACHE)
+HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "track", "data_dir", *OF_CACHE)
 """Settings that may change when a run is resumed, because they never change a result."""
 PATHS = ("data", "data_dir", "test_table", "cache_dir", "run_dir", "weights", "tasks")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")

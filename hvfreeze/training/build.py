@@ -50,8 +50,9 @@ from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
-from hvfreeze.runs.progress import RunLogger, check_curves
+from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
+from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.tasks import Classes, Task, class_weights
@@ -390,7 +391,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         rests = rest_longer_where_cores_are_full(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
-    raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
+    trackers = config.run.trackers()
+    raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
     corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))

@@ -157,7 +157,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("image_column", "label_column", "label_delimiter", "split_column", "test_table"), "for tables of labels"
     ),
-    "tensorboard": "a library that need not be there",
+    "track": "a library that need not be there",
 }
 MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "stays", "peak_memory_bytes")
 """What keys end with whose values another run of the same settings does not have."""

@@ -1,7 +1,7 @@
 """The fingerprint of cached rows: everything that must match before a row may be used.
 
 Identity fields decide whether a row is the right one: a file that differs in any of them is refused, and the fields are
-named. Exactness fields (rows per batch, threads) only decide whether its bits are those that this run would compute: a
+named. Exactness fields (rows per batch, threads) only decide whether this run would compute the same bits: a
 file that differs in them is used, and the run reports that its cache is not exact.
 """
 

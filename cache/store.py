@@ -1,4 +1,4 @@
-"""The rows of one fingerprint: those of published files, compared before use, and those that this process adds."""
+"""The rows of one fingerprint: those of published files, compared before use, and rows added by this process."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 class Store:
-    """The rows of one fingerprint: those of published files, and those that this process adds.
+    """The rows of one fingerprint: those of published files, and rows added by this process.
 
     `locate` and `read_at` may be called from any thread, everything else from one. Callers need not know the row order.
     """

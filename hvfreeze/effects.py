@@ -39,7 +39,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run, as far as settings may have an effect on it."""
+    """The parts of a run's plan that settings may affect."""
 
     config: Config
     """The resolved settings of the run."""

@@ -111,7 +111,7 @@ def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float)
 
 
 def send(descriptor: int, frame: bytes) -> None:
-    """Let an interface receive a frame; one that is down receives none."""
+    """Deliver a frame to an interface; one that is down receives none."""
     try:
         os.write(descriptor, frame)
     except OSError:

@@ -107,7 +107,7 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
 
 
 def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
-    """Return `command` with these hosts in place of those that it names."""
+    """Return `command` with these hosts in place of its own hosts."""
     found = value_of(command, (*HOST_FLAGS, *FILE_FLAGS))
     assert found is not None
     index = found[0]

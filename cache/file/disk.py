@@ -111,8 +111,8 @@ def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "
 def distrust(status: os.stat_result, *, private: bool) -> str:
     """Return why a file's owner and mode make it untrustworthy, or "".
 
-    The file's digests detect damage, not intent: whoever can write the file can adapt them. With `private`, only this
-    user's own files are trusted; without, also those of others, as in a shared directory.
+    The file's digests detect damage, not intent: a user who can write the file can adapt them. With `private`, only
+    this user's own files are trusted; without, also those of others, as in a shared directory.
     """
     mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
     if mode & stat.S_IWOTH:

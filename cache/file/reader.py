@@ -420,7 +420,7 @@ def remove_left_over(directory: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Present:
-    """Rows in a directory, of those that a process may store."""
+    """The cached and missing ones among the rows that a process may store."""
 
     rows: int
     """Rows that can be read."""

@@ -21,8 +21,8 @@ MOST_SECONDS = 2.0
 """Longest time that one poll may count, in seconds: if the guard was suspended too, it does not know the rank's
 state."""
 SPEAK_SECONDS = 6.0
-"""Seconds after the limit: later than ranks that still wait and can name the suspended rank, earlier than those that
-cannot."""
+"""Seconds after the limit: later than ranks that still wait and can name the suspended rank, earlier than the
+others."""
 
 
 def guard_end(rank: int, limit_seconds: float) -> None:

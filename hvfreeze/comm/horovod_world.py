@@ -81,7 +81,7 @@ class HorovodWorld(World):
             return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
 
     def poll(self, handle: tuple[int, str]) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return bool(self._hvd.poll(handle[0]))
 
     def wait(self, handle: tuple[int, str]) -> Any:

@@ -5,7 +5,7 @@ Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression fo
 feedback. For a matrix M = gradient + error, n x m: P = mean over ranks of M Q; P made orthonormal; Q = mean of M^T P;
 all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error: 4 r (n + m) bytes each step instead of
 4 n m. All P of a group of matrices travel in one allreduce and all their Q in another; the groups that the backward
-pass completes first are on their way while it goes on.
+pass completes first are sent during the rest of it.
 
 Replicas stay equal bit for bit because what they are updated by is computed from sums alone, which have the same bits
 everywhere. That needs ranks that compute alike: equal processors and threads, which `check_arithmetic` compares.

@@ -73,7 +73,7 @@ class StallWatch:
             self._name = before
 
     def connect(self, mpi: Any, comm: Any, hosts: list[str]) -> None:
-        """Let the threads communicate over `comm`, which no other code uses; `hosts` has the host of every rank."""
+        """Connect the threads over `comm`, which no other code uses; `hosts` has the host of every rank."""
         with self._lock:
             self._mpi, self._comm, self._hosts = mpi, comm, hosts
         # A script that does not close its world ends MPI when the interpreter exits, while this thread lives on.

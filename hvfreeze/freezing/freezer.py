@@ -187,7 +187,7 @@ class Freezer:
         return seen is not None and decides and near and seen.looks_are_due
 
     def _reach_frozen(self) -> None:
-        """Let the backward pass of the next step reach frozen blocks, if it is a probing step."""
+        """Make the backward pass of the next step reach frozen blocks, if it is a probing step."""
         if self._coherence is not None and self._looks_in_steps:
             self._coherence.looking = self._looks_within(steps_of_a_look(self.cadence.interval))
             if self._coherence.looking:

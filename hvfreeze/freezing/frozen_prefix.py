@@ -69,7 +69,7 @@ def hold_still(chain: Chain, cut: int) -> None:
 
 
 def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that are trainable now, without those that their owner has frozen."""
+    """Return the parameters that are trainable now, except parameters frozen by their owner."""
     return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -201,7 +201,7 @@ class FrozenPrefix:
             callback()
 
     def reach(self, take: Callable[[str, Tensor], bool]) -> None:
-        """Let backward passes reach frozen parameters until `stop_again`, without updating them.
+        """Make backward passes reach frozen parameters until `stop_again`, without updating them.
 
         `take` is called with each name and gradient, which is then dropped. If it returns True, the parameter is
         switched off at once, because scripts expect a gradient wherever `requires_grad` is on.
@@ -277,7 +277,7 @@ class FrozenPrefix:
         self._reached = []
 
     def _never_trained(self) -> set[nn.Parameter]:
-        """Return parameters that the optimizer does not hold, and those that no gradient will reach."""
+        """Return parameters that the optimizer does not hold, or that no gradient will reach."""
         given = {parameter for group in self._groups for parameter in group}
         own = {parameter for _, parameter in self.chain.named_parameters(*self.held)}
         every = {parameter for _, parameter in self.chain.named_parameters()}

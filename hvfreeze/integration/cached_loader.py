@@ -7,8 +7,8 @@
         ...
 
 While no block is frozen, the activations are the inputs, and the suffix is the model. Once a cut has not changed for an
-epoch, ranks compute the rows of all samples once, each a share, and later epochs read them. The bits are those that the
-model would compute.
+epoch, ranks compute the rows of all samples once, each a share, and later epochs read them. The model would compute
+the same bits.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Passes:
 
 
 def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int, int]:
-    """Return this rank's index among those that share its rows in `directory`, and their number.
+    """Return this rank's index among the ranks that share its rows in `directory`, and their number.
 
     They have the same `data`, and see the same files: either all ranks do, or those of each host are assumed to.
     Collective: every rank of `world` must call this.

@@ -197,7 +197,7 @@ def is_broadcast() -> bool:
 def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
     """Create missing optimizer state, as `hvd.broadcast_optimizer_state` needs it; return its parameters.
 
-    Ranks that have loaded a state broadcast it to those that have created one, so both must have the same entries.
+    Ranks that have loaded a state broadcast it to ranks that have created one, so both must have the same entries.
     Unlike a step, this changes no weight. With one process there is nothing to send or create.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -64,7 +64,7 @@ class Split:
 
     @property
     def num_views(self) -> int:
-        """Number of distinct views of a sample."""
+        """Number of distinct views per sample."""
         return max(1, self.images.transform.augment.num_views)
 
     def owned_keys(self) -> tuple[Ids, Ids]:

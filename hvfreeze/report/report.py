@@ -27,7 +27,7 @@ from hvfreeze.wording import plural
 
 TEMPLATES = Path(__file__).parent / "templates"
 VOTES_UNFOLDED = 24
-"""With more votes than this over all runs, the page collapses each run's table."""
+"""Largest number of votes over all runs before the page collapses each run's table."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
 from hvfreeze.wording import on_one_line, plural
 
 RANKS_SHOWN = 8
-"""With more ranks than this, proposals and weights are counted instead of listed."""
+"""Largest number of ranks whose proposals and weights are listed instead of counted."""
 
 
 def percent(value: float, digits: int = 1) -> str:

@@ -93,7 +93,7 @@ class RoundStrategy:
     """The common part of strategies whose ranks train alone in rounds; see `Strategy`."""
 
     replica: DataParallel
-    """This rank's replica, in a world of its own."""
+    """This rank's replica, in a separate world."""
     world: World
     """All ranks."""
     wire: Wire

@@ -151,7 +151,7 @@ def move(
     before: Sequence[Segment],
     after: Sequence[Segment],
 ) -> BlockState:
-    """Return the state of this rank's next blocks, bit for bit, from its own and those that others send. Collective.
+    """Return the state of this rank's next blocks, bit for bit, from its own and the received ones. Collective.
 
     All of `ranks` must call this. They hold the chain, once or more, before and after. `place` is this rank's index
     among them, `before` and `after` their blocks by index, `mine` the state of this rank's current blocks.

@@ -303,7 +303,7 @@ class LocalCritics:
         return self.features[0 if training else 1].of(batch)
 
     def _finish_learning(self) -> None:
-        """Let this rank's last critic learn from the last batch, when the next rank has its losses."""
+        """Train this rank's last critic on the last batch, when the next rank has its losses."""
         if self._unlearnt is not None:
             self.groups[-1].learn(self.training.losses(self._unlearnt))
             self._unlearnt = None

@@ -58,7 +58,7 @@ class TrunkFacts:
     depth: int
     """Blocks that are frozen in some model."""
     identity: dict[str, Any]
-    """What a checkpoint must match."""
+    """The identity of the run, which a checkpoint must match."""
     cache: str
     exact: bool
     """Whether stored features have the bits that would be computed."""

@@ -125,7 +125,7 @@ class StaleRing:
     _since: int = 0
     """The first step of the current pipeline: after a change of the number of ranks, it starts empty."""
     _errors: dict[int, Tensor] = field(default_factory=dict)
-    """By module, the received gradient for its next backward pass."""
+    """The received gradient for the next backward pass of each module."""
     _expected: set[int] = field(default_factory=set)
     """Modules whose gradient is being received."""
     _signal_bytes: int = 0

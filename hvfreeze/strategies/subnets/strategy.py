@@ -339,8 +339,8 @@ class Subnets(RoundStrategy):
             clock.enter("backward")
             loss.backward()
         if not math.isfinite(value) or not self.piece.update.gradients_are_finite():
-            what = "the gradients are" if math.isfinite(value) else "the loss is"
-            raise not_finite(step, f"{what} not finite", self.replica.advice)
+            what = "the gradients contain NaN or Inf" if math.isfinite(value) else "the loss is NaN or Inf"
+            raise not_finite(step, what, self.replica.advice)
         clock.enter("optimizer")
         self.piece.update.make(rate)
         clock.enter("data")

@@ -582,6 +582,12 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    loss: Annotated[str, choice("huber", "squared")] = setting(
+        "huber",
+        "WHICH",
+        "of numbers, standardised: huber (errors above 1 count less) or squared; solved heads have squared ones",
+        of=(IMAGES, TRAINED),
+    )
     class_weights: str = setting(
         "none",
         "HOW",

@@ -62,6 +62,8 @@ class Plan:
     """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not frozen from the start on has BatchNorm."""
+    gives_tokens: bool = False
+    """Whether a block gives tokens; looked for where --tokens was given."""
 
     @property
     def trained(self) -> list[Stretch]:
@@ -322,6 +324,7 @@ FOUND: dict[str, Reader] = {
     "signal": signal,
     "skip_bad": decoding,
     "statistics": lambda plan, value: unless(plan.normalises, "no block that trains has BatchNorm"),
+    "tokens": lambda plan, value: unless(plan.gives_tokens, "no block gives tokens"),
     "vote_weight": voters,
 }
 """By setting. What is not here has an effect wherever it is known, or what its alternatives say below."""

@@ -174,6 +174,7 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
                 example=example,
                 kernel=kernel,
                 reads_mirrored=card.reads_mirrored,
+                tokens=card.tokens,
             )
             return classifier, None
     except UsageError as error:

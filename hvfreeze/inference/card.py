@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS, RESAMPLES
+from hvfreeze.config.rules import FITS, RESAMPLES, TOKENS
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
@@ -249,9 +249,12 @@ def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, wi
 
 
 MIRRORED = ":mirrored"
-HEADS = re.compile(rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?({MIRRORED})?")
+HEADS = re.compile(
+    rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
+)
 """Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
-every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
+every block, at P x P cells, of tokens the mean, or `:class` or `:grid` (see `config.rules.TOKENS`); `multi-level:P` is
+linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
 mean over an image and its mirror image."""
 
 
@@ -331,8 +334,13 @@ class Card:
     @property
     def pool(self) -> int | None:
         """Cells a side of a head that reads every block, None for the architecture's own."""
-        pool = self.head.removesuffix(MIRRORED).partition(":")[2]
-        return int(pool) if pool else None
+        parts = self.head.split(":")
+        return int(parts[1]) if len(parts) > 1 else None
+
+    @property
+    def tokens(self) -> str:
+        """What such a head reads of tokens."""
+        return next((form for form in TOKENS if f":{form}" in self.head), "mean")
 
     @property
     def reads_mirrored(self) -> bool:
@@ -345,7 +353,8 @@ def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
     if settings.head != "multi-level":
         return settings.head
     kind = "kernel" if settings.head_fit == "kernel" else settings.head
-    return f"{kind}:{settings.pool}{MIRRORED if reads_mirrored else ''}"
+    tokens = "" if settings.token_form == "mean" else f":{settings.token_form}"
+    return f"{kind}:{settings.pool}{tokens}{MIRRORED if reads_mirrored else ''}"
 
 
 def write_card(path: Path, card: Card) -> None:

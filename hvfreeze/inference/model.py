@@ -175,6 +175,7 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
                 kernel=kernel,
                 reads_mirrored=card.reads_mirrored,
                 biased=card.answers.is_biased,
+                tokens=card.tokens,
             )
             return classifier, None
     except UsageError as error:

@@ -41,8 +41,10 @@ from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
+from hvfreeze.heads.token_form import try_token_forms
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
@@ -214,6 +216,12 @@ def assemble(
     )
     if normalisation is not None and isinstance(feed.images, Images):
         notes = [normalisation.describe(), *notes]
+    if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
+        task = corpus.task
+        forms = try_token_forms(chain, feed, blueprint.image_shape, task=task, place=place, world=world)
+        if forms is not None:
+            config = replace(config, head=replace(config.head, tokens=forms.best))
+            notes = [*notes, forms.line()]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None and corpus.train.kind == "classes":
@@ -526,6 +534,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         # Of a data set of the user's own, only some images were looked at.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
+        gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),
     )
 
 

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
     FITS,
+    RESAMPLES,
+    TOKENS,
+    TRACKERS,
     at_least,
     between,
     choice,
@@ -47,7 +50,7 @@ from hvfreeze.config.section import (
     given_to,
     setting,
 )
-from hvfreeze.user_code import TIMM, check_named_code, is_named_code
+from hvfreeze.user_code import HF, TIMM, check_named_code, is_named_code
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -182,7 +185,7 @@ class DataConfig(Section):
         None,
         "PIXELS",
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
-        "images that differ in size",
+        "images that differ in size; with --model hf:... what its image processor says",
         brief="side in pixels; own size, or 128 if unequal",
         of=IMAGES,
     )
@@ -204,6 +207,9 @@ class DataConfig(Section):
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
         of=IMAGES,
+    )
+    resample: Annotated[str, choice(*RESAMPLES)] = setting(
+        "bilinear", "FILTER", "how files of images are resized: " + ", ".join(RESAMPLES), of=IMAGES
     )
     mean: str | None = setting(
         None,
@@ -416,7 +422,6 @@ class CacheConfig(Section):
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        brief="where they stay after the run",
         of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
@@ -450,8 +455,8 @@ class ModelConfig(Section):
         "resnet18",
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
-        "--data text, timm:NAME, or package:function for your own",
-        brief="network: resnet18, timm:NAME, package:function",
+        "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
+        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -463,7 +468,7 @@ class ModelConfig(Section):
         "none",
         "FILE",
         "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
-        "state_dict, also as safetensors",
+        "state_dict, also as safetensors; default: none, with --model hf:... DEFAULT, those beside the model",
         brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
@@ -478,8 +483,8 @@ class ModelConfig(Section):
             check_named_code("model", self.model)
             own = weights_entry(self.weights) is None
             rule(own, "weights", self.weights, "none or a file with a model of your own")
-        timms = not self.model.startswith(TIMM) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
-        rule(timms, "weights", self.weights, "none, DEFAULT or a file with a model of timm's")
+        whole = not self.model.startswith((TIMM, HF)) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
+        rule(whole, "weights", self.weights, "none, DEFAULT or a file with a model of timm's or Hugging Face's")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 
@@ -502,6 +507,13 @@ class HeadConfig(Section):
     pool: Annotated[int, between(1, MOST_CELLS)] = setting(
         4, "P", "each block's map is averaged to at most P x P cells", of=POOLED
     )
+    tokens: Annotated[str, choice("auto", *TOKENS)] = setting(
+        "auto",
+        "WHICH",
+        "of a transformer's blocks, what the head reads: mean (of all tokens), class (the class token), grid (patches, "
+        "averaged to at most P x P cells) or auto (what is best on 500 training samples, each left out in turn)",
+        of=POOLED,
+    )
     centres: Count | None = setting(
         None,
         "N",
@@ -517,6 +529,11 @@ class HeadConfig(Section):
         fits = self.head != "multi-level" or self.solved
         rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
         rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
+
+    @property
+    def token_form(self) -> str:
+        """One of `TOKENS`; the mean where nothing was chosen."""
+        return "mean" if self.tokens == "auto" else self.tokens
 
     @property
     def solved(self) -> bool:
@@ -549,14 +566,12 @@ class OptimizerConfig(Section):
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
         "given",
-        brief="sgd, adamw or lars, if not chosen",
         of=TRAINED,
     )
     lr: Positive = setting(
         By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
         "learning rate, used as given for any number of ranks",
-        brief="learning rate, if not chosen",
         of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(
@@ -691,7 +706,9 @@ class RunConfig(Section):
         "",
         "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
-    tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
+    track: str = setting(
+        "none", "LIST", f"report to experiment trackers too: {', '.join(TRACKERS)}", brief=", ".join(TRACKERS)
+    )
     quiet: bool = setting(
         False, "", "say nothing but errors; log.txt in the run directory has the lines", brief="print errors only"
     )
@@ -706,6 +723,11 @@ class RunConfig(Section):
         if self.checkpoint_every != "auto":
             parse_cadence(self.checkpoint_every)
         self.budget_seconds()
+        self.trackers()
+
+    def trackers(self) -> list[str]:
+        """Return the names of the trackers that the run reports to."""
+        return sorted(parse_parts("track", self.track, TRACKERS))
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""

@@ -41,16 +41,17 @@ class MultiLevelClassifier(nn.Module):
         example: Tensor,
         kernel: bool = False,
         reads_mirrored: bool = False,
+        tokens: str = "mean",
         biased: bool = False,
     ) -> None:
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features.
 
-        With `reads_mirrored` features are the mean of an image's and its mirror image's. A kernel head that is `biased`
-        has a number that is added to each logit.
+        With `reads_mirrored` features are the mean of an image's and its mirror image's. `tokens` is `every_block`'s. A
+        kernel head that is `biased` has a number that is added to each logit.
         """
         super().__init__()
         self.body = chain.model
-        read = every_block(chain, pool=pool, example=example)
+        read = every_block(chain, pool=pool, example=example, tokens=tokens)
         self.reads_mirrored = reads_mirrored
         self._features = MeanWithMirrorImage(read) if reads_mirrored else read
         self._body_chain = chain
@@ -123,6 +124,7 @@ def solvable_chain(
             kernel=settings.head_fit == "kernel",
             reads_mirrored=reads_mirrored,
             biased=biased,
+            tokens=settings.token_form,
         ).chain()
     steps, layer = before_last_layer(chain)
     path = next(name for name, module in chain.model.named_modules() if module is layer)

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS
+from hvfreeze.config.rules import FITS, RESAMPLES, TOKENS
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
@@ -40,13 +40,14 @@ from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
 from hvfreeze.tasks import TASKS, Numbers, Task
-from hvfreeze.user_code import TIMM, code_sha256, is_named_code
+from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Preparation:
 
     height: int
     width: int
-    """Pixels to which an image is brought as `fit` says (bilinear)."""
+    """Pixels to which an image is brought as `fit` and `resample` say."""
     cropped_to: int | None
     """Side of the square that is cut out of the centre of that; None takes all of it."""
     enlarged_to: int | None
@@ -73,6 +74,8 @@ class Preparation:
     background: Colour = (255, 255, 255)
     fit: str = "crop"
     """How an image of other proportions is brought to these; see `data.reading.fitted`."""
+    resample: str = "bilinear"
+    """The filter by which images are resized."""
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return the image, or each of the images, as the model sees it."""
@@ -89,7 +92,7 @@ class Preparation:
     @property
     def how(self) -> Reading:
         """How images are read, and made to fit."""
-        return Reading(version=self.reading, background=self.background, fit=self.fit)
+        return Reading(version=self.reading, background=self.background, fit=self.fit, resample=self.resample)
 
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
@@ -206,6 +209,7 @@ SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or
 # Name of an entry -> whether a value is right, and how a right one is described.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
+    "architecture": (lambda v: v is None or isinstance(v, dict), "null or names and values"),
     "classes": (_are_classes, "a list of different names"),
     "exits": (_are_exits, "an ascending list of blocks"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
@@ -230,6 +234,7 @@ IMAGE_ENTRIES: dict[str, Any] = {
     "reading": _whole(READING),
     "background": (_is_colour, "three whole numbers in 0..255"),
     "fit": (lambda v: v in FITS, "one of " + ", ".join(FITS)),
+    "resample": (lambda v: v in RESAMPLES, "one of " + ", ".join(RESAMPLES)),
 }
 
 
@@ -244,9 +249,12 @@ def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, wi
 
 
 MIRRORED = ":mirrored"
-HEADS = re.compile(rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?({MIRRORED})?")
+HEADS = re.compile(
+    rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
+)
 """Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
-every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
+every block, at P x P cells, of tokens the mean, or `:class` or `:grid` (see `config.rules.TOKENS`); `multi-level:P` is
+linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
 mean over an image and its mirror image."""
 
 
@@ -255,7 +263,9 @@ class Card:
     """What a model file holds, how it is applied, and what it came from."""
 
     model: str
-    """The architecture: its name in torchvision, timm:NAME, or package:function."""
+    """The architecture: its name in torchvision, timm:NAME, hf:PATH_OR_NAME, or package:function."""
+    architecture: dict[str, Any] | None = None
+    """Of a model hf:..., its configuration, so that the folder is not needed; None of others."""
     code_sha256: str | None = None
     """Of the file of that function; None where it is none."""
     blocks: str
@@ -324,8 +334,13 @@ class Card:
     @property
     def pool(self) -> int | None:
         """Cells a side of a head that reads every block, None for the architecture's own."""
-        pool = self.head.removesuffix(MIRRORED).partition(":")[2]
-        return int(pool) if pool else None
+        parts = self.head.split(":")
+        return int(parts[1]) if len(parts) > 1 else None
+
+    @property
+    def tokens(self) -> str:
+        """What such a head reads of tokens."""
+        return next((form for form in TOKENS if f":{form}" in self.head), "mean")
 
     @property
     def reads_mirrored(self) -> bool:
@@ -338,7 +353,8 @@ def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
     if settings.head != "multi-level":
         return settings.head
     kind = "kernel" if settings.head_fit == "kernel" else settings.head
-    return f"{kind}:{settings.pool}{MIRRORED if reads_mirrored else ''}"
+    tokens = "" if settings.token_form == "mean" else f":{settings.token_form}"
+    return f"{kind}:{settings.pool}{tokens}{MIRRORED if reads_mirrored else ''}"
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -371,7 +387,13 @@ def read_card(path: Path) -> Card:
             "mlp-WxW..., multi-level:P and kernel:P"
         )
     image = tree.get("image")
-    before: dict[str, Any] = {"context": None, "exits": [], "balanced_accuracy": None, "majority_share": None}
+    before: dict[str, Any] = {
+        "architecture": None,
+        "context": None,
+        "exits": [],
+        "balanced_accuracy": None,
+        "majority_share": None,
+    }
     before |= {"task": "classes", "thresholds": [], "offset": [], "unit": []}
     entries = checked(path, {**before, **tree}, ENTRIES)
     entries |= {name: tuple(entries[name]) for name in ("classes", "exits", "thresholds", "offset", "unit")}
@@ -382,7 +404,7 @@ def read_card(path: Path) -> Card:
     if not isinstance(image, dict):
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     # Cards that do not say how files were read are of a time when there was one way.
-    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
+    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop", "resample": "bilinear"}
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
@@ -407,7 +429,8 @@ def sha256_of(path: Path) -> str:
 
 def libraries_of(config: Config) -> tuple[str, ...]:
     """Return the packages that what a model answers depends on, beside this one."""
-    return (*LIBRARIES, "timm") if config.model.model.startswith(TIMM) else LIBRARIES
+    own = {TIMM: ("timm",), HF: ("transformers",)}
+    return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
 
 
 def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
@@ -419,6 +442,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     path = weights_path(model.model, model.weights) if hashed else None
     card = Card(
         model=model.model,
+        architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
         blocks=model.blocks,
         head=head_named(config.head),
@@ -452,4 +476,5 @@ def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: 
         reading=reading.version,
         background=reading.background,
         fit=reading.fit,
+        resample=reading.resample,
     )

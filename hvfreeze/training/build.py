@@ -41,16 +41,20 @@ from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
+from hvfreeze.heads.token_form import try_token_forms
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
-from hvfreeze.runs.progress import RunLogger, check_curves
+from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
+from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.tasks import Classes, Numbers, Task, class_weights
@@ -62,7 +66,7 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
-from hvfreeze.user_code import code_sha256, is_named_code
+from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
 FEW_BATCHES = 20
@@ -212,6 +216,12 @@ def assemble(
     )
     if normalisation is not None and isinstance(feed.images, Images):
         notes = [normalisation.describe(), *notes]
+    if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
+        task = corpus.task
+        forms = try_token_forms(chain, feed, blueprint.image_shape, task=task, place=place, world=world)
+        if forms is not None:
+            config = replace(config, head=replace(config.head, tokens=forms.best))
+            notes = [*notes, forms.line()]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None and corpus.train.kind == "classes":
@@ -380,6 +390,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
+    config, prepared = as_processor_says(config, world)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
@@ -388,7 +399,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         rests = rest_longer_where_cores_are_full(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
-    raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
+    trackers = config.run.trackers()
+    raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
     corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
@@ -409,6 +421,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     plan = plan_of(job, corpus, chain, asked=asked)
     job.majority_share, unequal = shares_of_classes(config, corpus)
     job.notes = [
+        *prepared,
         *corpus.notes,
         *unequal,
         *(note for note in job.notes if note not in corpus.notes),
@@ -428,6 +441,29 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *job.record.notes,
     ]
     return job
+
+
+def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
+    """Return the settings with the size, crop and filter of a Hugging Face model's image processor, and a note.
+
+    Those that were given stay. Collective.
+    """
+    name = config.model.model
+    if not name.startswith(HF) or config.data.data == TEXT:
+        return config, []
+    # Rank 0's: another node may have to download them first.
+    read = raise_on_all_ranks(world, lambda: read_preparation(name) if world.rank == 0 else {}, name="processor")
+    found = world.broadcast_object(read, name="processor.of_rank_0")
+    if config.given & {"image_size", "resize"}:
+        found = {key: value for key, value in found.items() if key not in ("image_size", "resize")}
+    found = {key: value for key, value in found.items() if key not in config.given}
+    if not found:
+        return config, []
+    if config.data.image_size is None and "image_size" not in found:
+        found.pop("fit", None)
+    shown = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in found.items())
+    note = f"images are prepared as the image processor of {name} does it: {shown}"
+    return replace(config, data=replace(config.data, **found)), [note]
 
 
 def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> tuple[Config, list[str]]:
@@ -498,6 +534,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         # Of a data set of the user's own, only some images were looked at.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
+        gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),
     )
 
 

@@ -128,8 +128,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}
     line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
     job.record.metrics(line)
-    if job.curves is not None:
-        job.curves.epoch(line, rate=rate(job))
+    job.record.trackers.rate(rate(job), step=line["step"])
     job.totals, job.epochs_done = {}, epoch + 1
     tell_epoch(job, line)
 

@@ -18,7 +18,7 @@ from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
 from hvfreeze.config.sections import AUTO, TEXT
-from hvfreeze.config.tree import Config, check_known, from_dict
+from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -30,9 +30,10 @@ from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.files import publish, publishing
-from hvfreeze.runs.progress import Curves, Progress
+from hvfreeze.runs.progress import Progress
 from hvfreeze.runs.reading import SUMMARY, read_config, read_object
 from hvfreeze.runs.record import finite
+from hvfreeze.runs.trackers import open_trackers
 from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
@@ -117,10 +118,9 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
             job.logger.info(f"{job.directory} is complete; nothing to do")
             return done
         raise_on_all_ranks(world, job.record.begin, name="record.begin")
-        draws = job.config.run.tensorboard and world.rank == 0
-        job.curves = raise_on_all_ranks(
-            world, lambda: Curves(job.directory / "tensorboard", step=job.step) if draws else None, name="curves"
-        )
+        if world.rank == 0:
+            names, settings = job.config.run.trackers(), to_dict(job.config)
+            job.record.trackers = open_trackers(names, job.directory, settings, step=job.step, say=job.logger.info)
         introduce(job, resumed=wrote is not None)
         with leaving_on_signal(job):
             job.asked_to_leave = job.asked_to_leave or bool(asked)
@@ -132,8 +132,6 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
                 finish_saving(job)
     finally:
         job.progress.close()
-        if job.curves is not None:
-            job.curves.close()
         job.opened.model.close()
         if job.saving is not None:
             job.saving.let_go()
@@ -265,6 +263,11 @@ def conclude(job: Job) -> dict[str, Any]:
     raise_on_all_ranks(job.world, lambda: job.record.summary(summary), name="summary.write")
     if job.config.freeze.auto:
         tell_end(job, summary)
+    if job.world.rank == 0 and job.config.run.trackers():
+        # It loads matplotlib.
+        from hvfreeze.inference.run_figures import files_for_trackers
+
+        job.record.trackers.finish(summary, files_for_trackers(job.directory))
     return summary
 
 

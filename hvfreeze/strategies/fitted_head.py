@@ -80,7 +80,7 @@ class FittedHead:
     centres: int | None
     """How many centres a kernel head has; None lets the fit choose."""
     task: Task
-    """What the head answers."""
+    """Task of the head."""
     weights: NDArray[np.float32]
     """(samples,): how much each training sample counts."""
     cut: int = CUT

@@ -158,7 +158,7 @@ def export(**options: Any) -> int:
 def add_blocks(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze blocks` takes."""
     parser.add_argument(
-        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, package:function"
+        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, hf:FOLDER, package:function"
     )
     schemes = "stage, residual, paper or NAME,NAME,..."
     parser.add_argument("--blocks", metavar="HOW", dest="scheme", default="stage", help=schemes)

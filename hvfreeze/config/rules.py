@@ -18,6 +18,8 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 FITS = ("crop", "squash", "pad")
 """How an image that is not square becomes one."""
+RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Filters by which images are resized, in Pillow's order."""
 COLOURS = {"white": "255,255,255", "black": "0,0,0"}
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""

@@ -151,7 +151,7 @@ class StrategyConfig(Section):
 
     def unread(self, leaf: str, *, ranks: int) -> str | None:
         """Return why a setting of its own has no effect on so many ranks, None where it has."""
-        return "there is one rank" if ranks == 1 else None
+        return "there is only one rank" if ranks == 1 else None
 
     @classmethod
     def of(cls, config: Any) -> Self:

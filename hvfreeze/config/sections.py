@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
     FITS,
+    RESAMPLES,
     TRACKERS,
     at_least,
     between,
@@ -48,7 +49,7 @@ from hvfreeze.config.section import (
     given_to,
     setting,
 )
-from hvfreeze.user_code import TIMM, check_named_code, is_named_code
+from hvfreeze.user_code import HF, TIMM, check_named_code, is_named_code
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -183,7 +184,7 @@ class DataConfig(Section):
         None,
         "PIXELS",
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
-        "images that differ in size",
+        "images that differ in size; with --model hf:... what its image processor says",
         brief="side in pixels; own size, or 128 if unequal",
         of=IMAGES,
     )
@@ -205,6 +206,9 @@ class DataConfig(Section):
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
         of=IMAGES,
+    )
+    resample: Annotated[str, choice(*RESAMPLES)] = setting(
+        "bilinear", "FILTER", "how files of images are resized: " + ", ".join(RESAMPLES), of=IMAGES
     )
     mean: str | None = setting(
         None,
@@ -417,7 +421,6 @@ class CacheConfig(Section):
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        brief="where they stay after the run",
         of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
@@ -451,8 +454,8 @@ class ModelConfig(Section):
         "resnet18",
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
-        "--data text, timm:NAME, or package:function for your own",
-        brief="network: resnet18, timm:NAME, package:function",
+        "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
+        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -464,7 +467,7 @@ class ModelConfig(Section):
         "none",
         "FILE",
         "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
-        "state_dict, also as safetensors",
+        "state_dict, also as safetensors; default: none, with --model hf:... DEFAULT, those beside the model",
         brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
@@ -479,8 +482,8 @@ class ModelConfig(Section):
             check_named_code("model", self.model)
             own = weights_entry(self.weights) is None
             rule(own, "weights", self.weights, "none or a file with a model of your own")
-        timms = not self.model.startswith(TIMM) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
-        rule(timms, "weights", self.weights, "none, DEFAULT or a file with a model of timm's")
+        whole = not self.model.startswith((TIMM, HF)) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
+        rule(whole, "weights", self.weights, "none, DEFAULT or a file with a model of timm's or Hugging Face's")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 
@@ -550,14 +553,12 @@ class OptimizerConfig(Section):
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
         "given",
-        brief="sgd, adamw or lars, if not chosen",
         of=TRAINED,
     )
     lr: Positive = setting(
         By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
         "learning rate, used as given for any number of ranks",
-        brief="learning rate, if not chosen",
         of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(

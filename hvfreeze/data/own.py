@@ -86,6 +86,8 @@ class DatasetSource:
             digest.update(f"reading {version} {background if version > 2 else ''}".rstrip().encode())
         if self.side is not None and fit != "crop":
             digest.update(f"{fit} {background}".encode())
+        if self.side is not None and self.reading.resample != USUAL.resample:
+            digest.update(self.reading.resample.encode())
         return digest.hexdigest()
 
 

@@ -20,11 +20,12 @@ from hvfreeze.config.rules import is_url
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, Ownership, group_steps
 from hvfreeze.model.families import layout_of
+from hvfreeze.model.hugging_face import find_folder, weight_files
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
 from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
 from hvfreeze.model.weight_names import find_entry, place_of
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.user_code import TIMM
+from hvfreeze.user_code import HF, TIMM
 
 Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
@@ -99,9 +100,12 @@ def _why(error: Exception) -> str:
 
 
 def weights_path(name: str, weights: str) -> Path | None:
-    """Return the file that `build_model` reads `weights` of model `name` from, None where it reads none."""
+    """Return the file that `build_model` reads `weights` of model `name` from, None if it reads none, or several."""
     if weights == "none" or (name.startswith(TIMM) and weights == "DEFAULT"):
         return None
+    if name.startswith(HF) and weights == "DEFAULT":
+        files = weight_files(find_folder(name))
+        return files[0] if len(files) == 1 else None
     entry = find_entry(name, weights)
     if entry is not None:
         return place_of(entry.url, hashed=True)

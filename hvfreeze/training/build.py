@@ -46,6 +46,7 @@ from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
@@ -63,7 +64,7 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
-from hvfreeze.user_code import code_sha256, is_named_code
+from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
 FEW_BATCHES = 20
@@ -381,6 +382,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
+    config, prepared = as_processor_says(config, world)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
@@ -411,6 +413,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     plan = plan_of(job, corpus, chain, asked=asked)
     job.majority_share, unequal = shares_of_classes(config, corpus)
     job.notes = [
+        *prepared,
         *corpus.notes,
         *unequal,
         *(note for note in job.notes if note not in corpus.notes),
@@ -430,6 +433,29 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *job.record.notes,
     ]
     return job
+
+
+def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
+    """Return the settings with the size, crop and filter of a Hugging Face model's image processor, and a note.
+
+    Those that were given stay. Collective.
+    """
+    name = config.model.model
+    if not name.startswith(HF) or config.data.data == TEXT:
+        return config, []
+    # Rank 0's: another node may have to download them first.
+    read = raise_on_all_ranks(world, lambda: read_preparation(name) if world.rank == 0 else {}, name="processor")
+    found = world.broadcast_object(read, name="processor.of_rank_0")
+    if config.given & {"image_size", "resize"}:
+        found = {key: value for key, value in found.items() if key not in ("image_size", "resize")}
+    found = {key: value for key, value in found.items() if key not in config.given}
+    if not found:
+        return config, []
+    if config.data.image_size is None and "image_size" not in found:
+        found.pop("fit", None)
+    shown = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in found.items())
+    note = f"images are prepared as the image processor of {name} does it: {shown}"
+    return replace(config, data=replace(config.data, **found)), [note]
 
 
 def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> tuple[Config, list[str]]:

@@ -36,6 +36,7 @@ PARTS = {
     "cached": Part((2,), (1, 3, 4)),
     "solved": Part((2,), (1, 3)),
     "judged": Part((2,), (1, 3)),
+    "hub": Part((2,), (1, 3)),
     "updating": Part((3,), (1, 2, 4)),
     **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
     "grid": Part((4,), (1, 2, 3)),

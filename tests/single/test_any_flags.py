@@ -71,6 +71,7 @@ FLAGS = {
     "image_size": ["24"],
     "fit": ["squash --image-size 24", "pad --image-size 24"],
     "background": ["black"],
+    "resample": ["bicubic --image-size 24"],
     "resize": ["28 --image-size 24", "36 --image-size 32"],
     "mean": ["0.4 --std 0.3"],
     "data_seed": ["6"],
@@ -277,11 +278,11 @@ def test_every_flag_is_drawn_or_says_why_not() -> None:
 
 
 def told(made: Made, leaf: str) -> str:
-    """Return what of a flag's effect the run said is not there: "no effect" or "not the whole effect", else nothing."""
+    """Return what of a flag's effect the run said is not there: "no effect" or "limited effect", else nothing."""
     for line in made.notes.splitlines():
-        how, _, flags = line.partition("note: ")[2].partition(" effect of ")
-        if how in ("no", "not the whole") and flag_of(leaf) in re.split(r"[ ,:]+", flags.partition(" because ")[0]):
-            return f"{how} effect"
+        found = re.search(r"note: (.+?) (?:has|have) (no|limited) effect: ", line)
+        if found and flag_of(leaf) in re.split(r"[ ,:]+", found[1]):
+            return f"{found[2]} effect"
     return ""
 
 

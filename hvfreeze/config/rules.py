@@ -18,6 +18,8 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 FITS = ("crop", "squash", "pad")
 """How an image that is not square becomes one."""
+TOKENS = ("mean", "class", "grid")
+"""What a multi-level head takes of a block that gives tokens: their mean, the class token, or patches in a grid."""
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Filters by which images are resized, in Pillow's order."""
 COLOURS = {"white": "255,255,255", "black": "0,0,0"}

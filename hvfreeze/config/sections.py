@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from hvfreeze.config.rules import (
     FITS,
     RESAMPLES,
+    TOKENS,
     TRACKERS,
     at_least,
     between,
@@ -509,6 +510,13 @@ class HeadConfig(Section):
     pool: Annotated[int, between(1, MOST_CELLS)] = setting(
         4, "P", "each block's map is averaged to at most P x P cells", of=POOLED
     )
+    tokens: Annotated[str, choice("auto", *TOKENS)] = setting(
+        "auto",
+        "WHICH",
+        "of a transformer's blocks, what the head reads: mean (of all tokens), class (the class token), grid (patches, "
+        "averaged to at most P x P cells) or auto (what is best on 500 training samples, each left out in turn)",
+        of=POOLED,
+    )
     centres: Count | None = setting(
         None,
         "N",
@@ -524,6 +532,11 @@ class HeadConfig(Section):
         fits = self.head != "multi-level" or self.solved
         rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
         rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
+
+    @property
+    def token_form(self) -> str:
+        """One of `TOKENS`; the mean where nothing was chosen."""
+        return "mean" if self.tokens == "auto" else self.tokens
 
     @property
     def solved(self) -> bool:
@@ -585,6 +598,12 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    loss: Annotated[str, choice("huber", "squared")] = setting(
+        "huber",
+        "WHICH",
+        "of numbers, standardised: huber (errors above 1 count less) or squared; solved heads have squared ones",
+        of=(IMAGES, TRAINED),
+    )
     class_weights: str = setting(
         "none",
         "HOW",

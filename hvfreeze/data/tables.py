@@ -367,6 +367,23 @@ def labels_in(rows: Rows, columns: Columns) -> Labels:
     return Labels(kind, tuple(classes))
 
 
+def labels_for_model(rows: Rows, columns: Columns, kind: str, names: tuple[str, ...]) -> Labels:
+    """Return how the labels of rows are read for a model that answers `names`.
+
+    Raises:
+        RefusedError: the columns are not the model's labels or numbers.
+    """
+    chosen = rows.chosen.labels
+    if kind == "classes" or chosen == names:
+        return Labels(kind, names, known_to="model")
+    if kind == "labels" and len(chosen) == 1:
+        return Labels(kind, names, columns.delimiter or ",", known_to="model")
+    raise RefusedError(
+        f"table {rows.table.path} has labels in {first_few(chosen)}, and the model answers {first_few(names)}; give it "
+        "the columns that the run had"
+    )
+
+
 def class_of(cell: str) -> str:
     """Return the name of a class; a whole number is one without zeros behind the point."""
     whole = WHOLE.fullmatch(cell)

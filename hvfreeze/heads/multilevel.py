@@ -39,19 +39,22 @@ class MultiLevelClassifier(nn.Module):
         example: Tensor,
         kernel: bool = False,
         reads_mirrored: bool = False,
+        tokens: str = "mean",
+        biased: bool = False,
     ) -> None:
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features.
 
-        With `reads_mirrored` features are the mean of an image's and its mirror image's.
+        With `reads_mirrored` features are the mean of an image's and its mirror image's. `tokens` is `every_block`'s. A
+        kernel head that is `biased` has a number that is added to each logit.
         """
         super().__init__()
         self.body = chain.model
-        read = every_block(chain, pool=pool, example=example)
+        read = every_block(chain, pool=pool, example=example, tokens=tokens)
         self.reads_mirrored = reads_mirrored
         self._features = MeanWithMirrorImage(read) if reads_mirrored else read
         self._body_chain = chain
         width = self._width(example)
-        self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
+        self.head = KernelHead(width, classes, bias=biased) if kernel else nn.Linear(width, classes)
         with torch.no_grad():
             # Nothing random: until it is solved, the head says nothing.
             for parameter in self.head.parameters():
@@ -94,12 +97,18 @@ class MultiLevelClassifier(nn.Module):
 
 
 def solvable_chain(
-    chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor, reads_mirrored: bool = False
+    chain: Chain,
+    settings: HeadConfig,
+    *,
+    classes: int,
+    example: Tensor,
+    reads_mirrored: bool = False,
+    biased: bool = False,
 ) -> Chain:
     """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
 
     The model stays as it is and becomes part of the result; of `example`, (B, C, H, W), only the shape counts.
-    `reads_mirrored` is `MultiLevelClassifier`'s.
+    `reads_mirrored` and `biased` are `MultiLevelClassifier`'s.
 
     Raises:
         UsageError: the model has no such head.
@@ -112,6 +121,8 @@ def solvable_chain(
             example=example,
             kernel=settings.head_fit == "kernel",
             reads_mirrored=reads_mirrored,
+            biased=biased,
+            tokens=settings.token_form,
         ).chain()
     steps, layer = before_last_layer(chain)
     path = next(name for name, module in chain.model.named_modules() if module is layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
+from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
@@ -166,7 +168,7 @@ def introduce(job: Job, *, resumed: bool) -> None:
     say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
     say(
         f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
-        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "
+        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), *job.task.nouns)}; "
         f"{plural(job.world.size, 'rank')}"
     )
     if not config.freeze.auto:
@@ -272,10 +274,9 @@ def conclude(job: Job) -> dict[str, Any]:
 def tell_end(job: Job, summary: dict[str, Any]) -> None:
     """Log what the run has come to, and how to use it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
-    shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
-    job.logger.info(
-        f"result: test accuracy {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt"
-    )
+    shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"
+    shown = in_words(named_in(summary, part="test")) if job.task.is_examined else shown
+    job.logger.info(f"result: test {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt")
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 
@@ -285,7 +286,9 @@ def export(job: Job, *, digest: str) -> None:
     opened = job.opened.chain.model
     reads_mirrored = isinstance(opened, MultiLevelClassifier) and opened.reads_mirrored
     head = head_named(job.opened.part.settings.head, reads_mirrored=reads_mirrored)
-    done = replace(job.card, head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
+    done = replace(
+        job.card.of_task(job.task), head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest
+    )
 
     def write(model: WholeModel) -> None:
         if job.world.rank == 0:
@@ -293,13 +296,14 @@ def export(job: Job, *, digest: str) -> None:
             score, best = job.last_scores.get(model.name), kept.get(model.name)
             card = replace(done, accuracy=score.accuracy if score else job.last_accuracy)
             if score is not None:
-                majority = score.majority_share
-                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=majority)
+                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=score.majority_share)
+                card = replace(card, thresholds=score.thresholds)
             if best is not None:
                 publish(path, [best_path(job, model.name).read_bytes()])
                 card = replace(
                     done,
                     accuracy=best.accuracy,
+                    thresholds=best.thresholds,
                     balanced_accuracy=best.balanced_accuracy,
                     majority_share=best.majority_share,
                     epochs=best.epoch + 1,
@@ -311,6 +315,8 @@ def export(job: Job, *, digest: str) -> None:
                     torch.save(model.state, file)
             classes = model.classes or done.classes
             card = replace(card, sha256=sha256_of(path), classes=classes, exits=model.exits)
+            if math.isnan(card.accuracy or 0.0):
+                card = replace(card, accuracy=None)
             write_card(path.with_name(f"{model.name}.yaml"), card)
 
     for model in job.opened.model.whole_models():

@@ -103,6 +103,7 @@ FLAGS = {
     "head": ["multi-level", "last"],
     "head_fit": ["exact", "kernel"],
     "pool": ["1"],
+    "tokens": ["mean"],
     "centres": ["10"],
     "flips": ["off", "on"],
     "epochs": ["2"],

@@ -37,6 +37,7 @@ setup(
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings>=0.26", "mkdocstrings-python>=1.11"],
         "mlflow": ["mlflow>=3.0"],
         "mpi": ["horovod==0.28.1"],
+        "onnx": ["onnx>=1.17", "onnxscript>=0.4", "onnxruntime>=1.20"],
         "parquet": ["pyarrow>=15"],
         "safetensors": ["safetensors>=0.4"],
         "tensorboard": ["tensorboard>=2.14"],

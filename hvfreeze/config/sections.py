@@ -91,6 +91,9 @@ def is_cut(config: Any) -> bool:
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
 TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
+COLUMNS = Alternative(
+    "--data of a table, or hf:PATH", lambda config: is_table(config.data.data) or config.data.data.startswith(HF)
+)
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -132,8 +135,8 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
-        "package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, "
+        "hf:PATH (a data set of Hugging Face's library on disk), or package:function",
     )
     data_dir: str | None = setting(
         None,
@@ -153,14 +156,14 @@ class DataConfig(Section):
         of=IMAGES,
     )
     image_column: str | None = setting(
-        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+        None, "NAME", "the column with the images, or their paths; default: image, path and the like", of=COLUMNS
     )
     label_column: str | None = setting(
         None,
         "NAME,...",
         "the column with the labels; several columns have a label or a number each; default: label, class and the like",
         brief="of a table: the column with the labels",
-        of=TABLE,
+        of=COLUMNS,
     )
     label_delimiter: str | None = setting(
         None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
@@ -260,7 +263,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        elif not is_table(self.data):
+        elif not is_table(self.data) and not (self.data.startswith(HF) and self.data != HF):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")

@@ -426,8 +426,8 @@ def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
             if labels.kind == "classes" and given[before] != given[row]:
                 line = rows.table.lines[rows.numbers[before]]
                 raise RefusedError(
-                    f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on line "
-                    f"{line}; keep one, or give all labels of an image in one row, with --label-delimiter"
+                    f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on "
+                    f"{rows.table.unit} {line}; keep one; for several labels an image use --label-delimiter"
                 )
         example = next(path for path, count in repeated.items() if count > 1)
         repeat = plural(again, "row repeats", "rows repeat")

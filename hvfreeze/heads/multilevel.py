@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.errors import RefusedError
 from hvfreeze.heads.features import MeanWithMirrorImage, before_last_layer, every_block
 from hvfreeze.heads.kernel import KernelFit, KernelHead
 from hvfreeze.heads.linear import HeadFit
@@ -160,25 +158,3 @@ def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
         return
     for name, tensor in layer.state_dict().items():
         tensor.copy_(getattr(fit, name))
-
-
-def export(classifier: nn.Module, path: Path | str, *, example: Tensor) -> None:
-    """Write `classifier` in evaluation mode to `path`, a file that runs without hvfreeze.
-
-        logits = torch.export.load("classifier.pt2").module()(images)
-
-    Args:
-        classifier: a module from images, (B, C, H, W), to logits, (B, classes).
-        path: ends in `.pt2`; replaced where it exists.
-        example: images, (B, C, H, W), at least two; the file takes any number of images of their size.
-
-    Raises:
-        RefusedError: torch cannot follow the module's arithmetic, or the file cannot be written.
-    """
-    try:
-        with torch.no_grad(), in_evaluation(classifier):
-            batch = {0: torch.export.Dim("batch", min=1)}
-            program = torch.export.export(classifier, (example,), dynamic_shapes=(batch,))
-        torch.export.save(program, path)
-    except (RuntimeError, OSError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
-        raise RefusedError(f"{path}: {type(classifier).__name__} cannot be exported: {error}") from error

@@ -179,7 +179,7 @@ class Run:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Metrics on the samples of `test_accuracy`; empty if the run compares models by accuracy and loss only."""
+        """The metrics by which models were compared, on the samples of `test_accuracy`, if others than accuracy."""
         found = named_in(self._evaluated, part="test")
         return found if found.keys() - {"accuracy", "balanced_accuracy"} else {}
 

@@ -101,7 +101,10 @@ class Task(ABC):
     def decides(self, found: Mapping[str, float]) -> float | None:
         """Return the value of `metric`, signed so that higher is better; None if loss and accuracy decide."""
         name = self.metric or self.usual_metric
-        return (-1 if name in LOWER_IS_BETTER else 1) * found[name] if name in found else None
+        if name not in found:
+            return None
+        value = found[name]
+        return -math.inf if math.isnan(value) else -value if name in LOWER_IS_BETTER else value
 
     @property
     def num_strata(self) -> int:

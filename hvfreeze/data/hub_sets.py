@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvfreeze.data.folders import held_out_rows
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
-from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_in, usual
+from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_for_model, labels_in, usual
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
@@ -115,12 +116,15 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
     return sets, notes
 
 
-def open_test(name: str, columns: Columns, labels: Labels) -> HubSplit:
-    """Return the test split, or the only one, with labels that a model knows."""
+def open_test(name: str, columns: Columns, kind: str, names: tuple[str, ...]) -> HubSplit:
+    """Return the test split, or the only one; labels are those of a model that answers `names`, see `tasks.TASKS`."""
     found = load(name)
     splits = splits_of(found)
     part = next((splits[split] for split in ("test", "val") if split in splits), next(iter(found)))
     rows = rows_of(name, part, found[part], columns)
+    if any(BETWEEN in cell for cells in rows.cells for cell in cells):
+        columns = replace(columns, delimiter=BETWEEN)
+    labels = labels_for_model(rows, columns, kind, names)
     return HubSplit(name, found[part], rows.chosen.image, labels, labels.of(rows), np.arange(len(found[part])))
 
 

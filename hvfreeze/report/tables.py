@@ -31,7 +31,7 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def accuracy_of(run: Run) -> str:
-    """Return a run's accuracy, or what it was compared by, with what must be known beside it."""
+    """Return a run's accuracy or its metrics, with the balanced accuracy if classes are unbalanced."""
     if run.measured:
         return in_words({name: value for name, value in run.measured.items() if name != "accuracy"})
     balanced, majority = run.balance

@@ -179,7 +179,7 @@ class Run:
 
     @property
     def measured(self) -> dict[str, float]:
-        """What models were compared by, on the samples of `test_accuracy`; empty where that is accuracy and loss."""
+        """The metrics by which models were compared, on the samples of `test_accuracy`, if others than accuracy."""
         found = named_in(self._evaluated, part="test")
         return found if found.keys() - {"accuracy", "balanced_accuracy"} else {}
 

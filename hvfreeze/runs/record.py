@@ -90,7 +90,7 @@ class Record:
             *((unlocked,) if lock and not lock.held else ()),
         )
         self.trackers = Trackers()
-        """What is told of each line too."""
+        """The experiment trackers, which get each line too."""
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):

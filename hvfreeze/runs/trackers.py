@@ -86,7 +86,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run in the store of `MLFLOW_TRACKING_URI`; without it in `mlflow.db` beside the run directory."""
+    """A run in the store of `MLFLOW_TRACKING_URI`; without it in `mlflow.db` next to the run directory."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
         self._mlflow: Any = import_module("mlflow")
@@ -129,7 +129,7 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """A run in `wandb/` beside the run directory, offline unless `WANDB_MODE` says otherwise."""
+    """A run in `wandb/` next to the run directory, offline unless `WANDB_MODE` says otherwise."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
         wandb: Any = import_module("wandb")
@@ -186,7 +186,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Reporter:
-    """A tracker that works in a thread of its own; after an error it is not used any more.
+    """A tracker in a separate thread; after an error it is not used any more.
 
     Args:
         name: of the tracker.
@@ -202,7 +202,7 @@ class Reporter:
         self._thread.start()
 
     def give(self, work: Callable[[Tracker], None]) -> None:
-        """Let the tracker do something, soon."""
+        """Queue a call of the tracker."""
         self._waiting.put(work)
 
     def end(self, seconds: float) -> None:
@@ -231,6 +231,8 @@ class Trackers:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl, each number under its own name, those of phases, verbs and models in groups."""
+        if not self._reporters:
+            return
         numbers, step = flattened(line), int(line["step"])
         if "verb" in line:
             numbers = {f"{line['verb']}/{name}": value for name, value in numbers.items()}
@@ -242,6 +244,8 @@ class Trackers:
 
     def decision(self, decision: Mapping[str, Any]) -> None:
         """Add a line of decisions.jsonl."""
+        if not self._reporters:
+            return
         step, cut = int(decision["step"]), float(decision["cut_after"])
         text = f"cut {decision['cut_before']} -> {decision['cut_after']}: {decision['reason']}"
         self._give(lambda tracker: tracker.numbers({"vote/cut": cut}, step=step))

@@ -48,6 +48,10 @@ def test_a_run_on_a_saved_data_set_trains_resumes_and_is_evaluated(
     assert judged.returncode == 0 and "as the run reported" in judged.stdout, str(judged)
     assert other.returncode == 0 and f"on 9 images of {name}" in other.stdout, str(other)
     assert judged.stdout.splitlines()[-1] == other.stdout.splitlines()[-1]
+    told = call("predict", str(run), name, "--out", str(tmp_path / "classes.csv"))
+    assert told.returncode == 0, str(told)
+    lines = (tmp_path / "classes.csv").read_text().splitlines()
+    assert len(lines) == 10 and lines[1].startswith(f"{name} 0,")
 
 
 def test_auto_takes_a_saved_data_set(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural
 
-INPUT, OUTPUT = "pixels", "logits"
-"""Names in a file."""
+INPUT = "pixels"
+OUTPUTS = {"classes": "logits", "labels": "logits", "numbers": "numbers"}
+"""The name of the output in a file, by the task."""
 IMAGES = 16
 """Images that a file is checked on."""
 WORST = 1e-2
@@ -57,11 +58,12 @@ class FromPixels(nn.Module):
         super().__init__()
         self.model = applied.model
         self._normalised = applied.preparation.normalised
+        self.unit, self.offset = (torch.tensor(each) for each in (applied.card.unit, applied.card.offset))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the answers."""
-        found: Tensor = self.model(self._normalised(pixels))
-        return found.float()
+        """Return the answers, numbers in the user's units."""
+        found: Tensor = self.model(self._normalised(pixels)).float()
+        return self.unit * found + self.offset if len(self.unit) else found
 
 
 def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
@@ -134,6 +136,8 @@ def facts(applied: Applied) -> dict[str, str]:
     return {
         "classes": json.dumps(list(applied.classes), ensure_ascii=False),
         "preparation": json.dumps(asdict(preparation)),
+        "task": card.task,
+        "thresholds": json.dumps(list(card.thresholds)),
         "model": card.model,
         "head": card.head,
         "accuracy": json.dumps(card.accuracy),
@@ -145,7 +149,7 @@ def facts(applied: Applied) -> dict[str, str]:
 def card_line(applied: Applied) -> str:
     """Return what a file holds, for a line."""
     preparation: Preparation = applied.preparation
-    answers = plural(len(applied.classes), "class", "classes")
+    answers = plural(len(applied.classes), *applied.card.answers.nouns)
     return f"{applied.card.model}, {answers}, images of {preparation.width}x{preparation.height} pixels"
 
 
@@ -158,7 +162,7 @@ def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[st
             dynamo=True,
             verbose=False,
             input_names=[INPUT],
-            output_names=[OUTPUT],
+            output_names=[OUTPUTS[facts["task"]]],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
         proto = program.model_proto

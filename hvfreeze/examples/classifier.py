@@ -5,6 +5,7 @@ horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.classifier --weights
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> dict[str, float]:
     model: Any = torchvision.models.get_model(args.model, weights=args.weights)
     model.fc = nn.Linear(model.fc.in_features, 10)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    ways = {
+    ways: dict[str, Callable[[], nn.Module]] = {
         "hvfreeze.fit_classifier": lambda: hvfreeze.fit_classifier(model, loader).classifier,
         f"plain Horovod, {args.epochs} epochs": lambda: train(model, loader, args.epochs),
     }

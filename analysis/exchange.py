@@ -151,7 +151,7 @@ def verdict(rows: pd.DataFrame, nodes: int, bandwidth: str, each: int, latency: 
         beside = f"{shown(more, milliseconds)} more than with {NEXT_TO_NOTHING}"
         told = shown(mean_interval(list(taken(rows, network).values())), milliseconds)
         beside = "the wires themselves" if latency == NEXT_TO_NOTHING else beside
-        return f"{nodes} nodes at {bandwidth}/s, {latency} added one way: ours {told}, {beside}"
+        return f"{nodes} nodes at {bandwidth}/s, {latency} added one way: hvfreeze {told}, {beside}"
     found = {name: taken(rows, network, name) for name in settings(each, latency)}
     payload = measured(rows, *network)["payload_bytes"].iloc[0]
     line_rate = 8 * 2 * (nodes - 1) / nodes * payload / bits_per_second(bandwidth)
@@ -159,7 +159,7 @@ def verdict(rows: pd.DataFrame, nodes: int, bandwidth: str, each: int, latency: 
         f"{name} {shown(mean_interval(list(values.values())), milliseconds)}" for name, values in found.items()
     )
     gains = " and ".join(
-        f"{shown(paired_ratio(found[name], found['ours']), factor, count=True)} as fast as {name}"
+        f"{shown(paired_ratio(found[name], found['ours']), factor, count=True)} the speed of {name}"
         for name in found
         if name != "ours"
     )
@@ -167,7 +167,7 @@ def verdict(rows: pd.DataFrame, nodes: int, bandwidth: str, each: int, latency: 
     ranks = f" of {each} ranks" if each > 1 else ""
     return (
         f"{nodes} nodes{ranks} at {bandwidth}/s, {payload / 1e6:.1f} MB: {spans}; a ring of nodes at line rate "
-        f"{milliseconds(line_rate)}, and ours {times:.2f} times that; ours is {gains}"
+        f"{milliseconds(line_rate)}, and hvfreeze's {times:.2f} times that; it has {gains}"
     )
 
 

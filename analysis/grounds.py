@@ -236,8 +236,8 @@ def found(results: Results, name: str) -> str:
     runs = results.runs_of(f"{name}-auto")
     went_on, tried = sum(steps_of(run, "tune") > 0 for run in runs), sum(steps_of(run, TRY) > 0 for run in runs)
     if tried < len(runs):
-        raise MissingError(f"{name}: tuning was tried in {tried} of {len(runs)} runs, and the page says in all")
-    return "stopped after the trial" if went_on == 0 else f"went on in {went_on} of {plural(len(runs), 'run')}"
+        raise MissingError(f"{name}: a trial ran in {tried} of {len(runs)} runs, but the page says in every run")
+    return "stopped" if went_on == 0 else f"continued in {went_on} of {plural(len(runs), 'run')}"
 
 
 def full_ways(results: Results, name: str) -> dict[str, str]:

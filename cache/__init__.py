@@ -1,4 +1,4 @@
-"""Stored activations: the frozen prefix's output, read when it is cached, computed and kept when it is not.
+"""The activation cache: stores the output of the frozen prefix by sample, and reads it instead of computing it again.
 
-A library of its own, which `hvfreeze/cache` is a link to: imports nothing of hvfreeze but `errors` and `files`.
+A separate library, which `hvfreeze/cache` links to: it imports nothing of hvfreeze except `errors` and `files`.
 """

@@ -1,7 +1,7 @@
-"""The frozen prefix's output: read where it is cached, computed and kept where it is not.
+"""Returns the output of the frozen prefix: from the cache if it is stored, else computed and stored.
 
-Every prefix forward has the same number of rows, because the bits of a row depend on it; shorter batches are filled up
-with repeated rows, which are neither stored nor counted.
+Every forward pass of the prefix has the same number of rows, because the bits of a row depend on it. Shorter batches
+are padded with repeated rows, which are neither stored nor counted.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass
 class Counters:
-    """Rows without padding, forwards of `batch_rows` rows, and seconds that training waited."""
+    """Counts rows without padding, forward passes of `batch_rows` rows, and seconds that training waited."""
 
     batches: int = 0
-    """That were asked for behind a cut."""
+    """Rows requested at a cut above 0."""
     rows_read: int = 0
     rows_written: int = 0
     rows_advanced: dict[int, int] = field(default_factory=dict)
-    """Cut -> rows that were read there and computed on from there to the current cut."""
+    """Rows read at each shallower cut and computed from there to the current cut."""
     forwards: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -56,24 +56,24 @@ class Counters:
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of the samples of each of some epochs whose rows are there."""
+    """For each epoch, the share of its samples whose rows are cached."""
 
     present: tuple[float, ...]
-    """At the cut that was asked about."""
+    """Shares cached at the requested cut."""
     rows_to_complete: int
-    """See `Present`."""
+    """Forward passes per batch; see `Present`."""
     sources: tuple[float, ...]
-    """At the deepest shallower cut, from which they would be computed; empty where there is none."""
+    """Shares cached at the deepest shallower cut, from which the rows would be computed; empty if there is none."""
     source_cut: int
-    """That cut, 0 where there is none."""
+    """The deepest shallower cut, 0 if there is none."""
 
 
 class PrefixActivations:
-    """Reads what is cached at the current cut, and otherwise computes from the deepest rows that are there.
+    """Reads the prefix's output at the current cut, or computes it from the deepest cached rows.
 
     Attributes:
         failed: why the cache was given up; None while it is in use.
-        counters: of all calls so far.
+        counters: totals of all calls.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class PrefixActivations:
         phase: Phase | None = None,
         prefix_digest: Callable[[int], str] | None = None,
     ) -> None:
-        """Open nothing yet.
+        """Create the object without opening files.
 
         Args:
             run_blocks: (x, start, stop) -> output of blocks start..stop-1, with the prefix in evaluation mode.
             load_images: (sample ids, views) -> float images (rows, C, H, W).
             batch_rows: rows of a training batch, and of every prefix forward.
-            directory: where cache files lie; None where no rows are kept at any cut.
+            directory: directory of the cache files; None if no rows are stored at any cut.
             shard: "RofN": rank R of N.
-            stored: narrower type of the rows; None is the type that the prefix computes, which loses nothing.
+            stored: narrower type of the rows; None is the type that the prefix computes, which is lossless.
             shared: also read rows that other ranks have published.
-            private: refuse files that are not this user's own.
-            on_failure: a damaged file or a full disk ends the use of the cache, or the run.
-            budget: pays for all files of this process.
-            owner: names the run; only files of the same owner are ever removed.
-            disk: how fast it is.
+            private: refuse files of other users.
+            on_failure: whether a damaged file or a full disk ends the use of the cache, or the run.
+            budget: limit of all files of this process.
+            owner: the run's name; only files of the same owner are ever removed.
+            disk: the disk's speed.
             phase: called with "cache_read" or "cache_write" around reads and writes that training waits for.
-            prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut moves.
+            prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut changes.
         """
 
         def open_store(fingerprint: Fingerprint, owned_keys: Keys) -> Store:
-            assert directory is not None, "rows are kept in a directory"
+            assert directory is not None, "a cache of rows must have a directory"
             return Store(
                 directory,
                 fingerprint,
@@ -147,12 +147,12 @@ class PrefixActivations:
 
     @property
     def exact(self) -> bool:
-        """Whether all rows in use, and all that have been read, have the bits that this run would compute."""
+        """Whether all rows in use, and all rows read so far, have the bits that this run would compute."""
         return self._stored is None and self._all_exact and self._levels.exact
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of this process's rows that are cached at the current cut."""
+        """Bytes of this process's rows at the current cut."""
         return self._levels.current.store.stored_bytes if self._levels.current else 0
 
     def begin_cut(
@@ -164,17 +164,17 @@ class PrefixActivations:
         store: bool = True,
         batch_invariant: bool = True,
     ) -> None:
-        """Take the first `cut` blocks for the prefix; rows of shallower cuts serve until this cut's are complete.
+        """Use the first `cut` blocks as the prefix; rows of shallower cuts serve until those of this cut are complete.
 
         Args:
             cut: number of frozen blocks.
-            fingerprint: of the rows at this cut; None when there is nothing to store or to round.
+            fingerprint: fingerprint of the rows at this cut; None if there is nothing to store or to round.
             owned_keys: (sample ids, views) that this process may store, each (rows,).
-            store: whether rows are cached at this cut; without, old rows still save a part of the forward.
+            store: whether rows are stored at this cut; if not, old rows still save a part of the forward pass.
             batch_invariant: a row's bits do not depend on its place in a batch, see `permuted_batch_is_exact`.
 
         Raises:
-            CacheFault: a file of this fingerprint cannot be used, and failures are to stop the run.
+            CacheFault: a file with this fingerprint cannot be used, and failures stop the run.
         """
         self._prefetcher.forget()
         keys = pack_keys(*owned_keys) if store and cut > 0 and self.failed is None and owned_keys is not None else None
@@ -184,21 +184,21 @@ class PrefixActivations:
             self._compare_files()
 
     def present(self, fingerprint: Fingerprint, owned_keys: Pairs) -> Present:
-        """Return which of these rows, (sample ids, views), could be read at a cut with this fingerprint.
+        """Return which of these rows, (sample ids, views), are cached at a cut with this fingerprint.
 
         Raises:
-            CacheFault: a file of this fingerprint cannot be used.
+            CacheFault: a file with this fingerprint cannot be used.
         """
         keys = pack_keys(*owned_keys)
         found = self._levels.present(fingerprint, keys)
-        assert self.directory is not None, "rows are kept in a directory"
+        assert self.directory is not None, "a cache of rows must have a directory"
         return found or find_present(self.directory, fingerprint, keys, shard=self._shard, private=self._private)
 
     def shares(self, fingerprint: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
-        """Return how much of each of `epochs`, (sample ids, views), is there for a cut with this fingerprint.
+        """Return the cached share of each of `epochs`, (sample ids, views), at a cut with this fingerprint.
 
         Raises:
-            CacheFault: a file of this fingerprint cannot be used.
+            CacheFault: a file with this fingerprint cannot be used.
         """
         ids, views = (np.concatenate(column) for column in zip(*epochs, strict=True))
         keys = [pack_keys(*pairs) for pairs in epochs]
@@ -212,29 +212,29 @@ class PrefixActivations:
         )
 
     def announce(self, batches: Sequence[Pairs]) -> None:
-        """Expect these (sample ids, views) next, in this order; they are read ahead when reading is slow.
+        """Announce the next (sample ids, views), in order; they are prefetched if reading is slow.
 
-        Rows that another job was found to be building are looked for again.
+        Rows that another job was writing are looked up again.
         """
         if self._levels.current is not None and self._levels.current.store.waiting:
             self.refresh()
         self._prefetcher.announce(requests_for(batches, pad=self._pad))
 
     def is_cached(self, sample_ids: Keys, views: Keys) -> bool:
-        """Tell whether `get` will need no images for this batch."""
+        """Return True if `get` will need no images for this batch."""
         return self._levels.locate(pack_keys(sample_ids, views)) is not None
 
     def missing(self, sample_ids: Keys, views: Keys) -> Mask:
-        """Tell for each of these rows, (rows,) each, whether it is not cached at the current cut."""
+        """Return for each of these rows, (rows,) each, whether it is missing at the current cut."""
         return self._levels.missing(pack_keys(sample_ids, views))
 
     def get(self, sample_ids: Keys, views: Keys, *, counted: int | None = None) -> Tensor:
-        """Return the prefix's output for these samples and views, each (rows,); with cut 0 the images.
+        """Return the output of the prefix for these samples and views, each (rows,); the images at cut 0.
 
         Args:
-            sample_ids: at most `batch_rows` of them.
+            sample_ids: at most `batch_rows` ids.
             views: one per sample.
-            counted: the first rows, which are not padding; None is all.
+            counted: number of rows at the front that are not padding; None is all.
 
         Returns:
             (rows, ...) in the type and with the strides that the prefix computes.
@@ -250,13 +250,13 @@ class PrefixActivations:
         return self._compute(request, found)[: len(sample_ids)]
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Compute missing rows of the announced batches, if that saves forwards of them; return how many were stored.
+        """Compute missing rows of the announced batches if that saves forward passes; return how many were stored.
 
-        A batch of which one row is missing is computed whole. Missing rows alone fill fewer forwards, and those that
-        lie at a shallower cut are computed on from there when they are put together.
+        A batch with one missing row is computed as a whole. Missing rows of several batches together need fewer forward
+        passes; those cached at a shallower cut are computed from there.
 
         Args:
-            everything: all owned rows instead, whatever it takes.
+            everything: compute all owned rows instead, whatever the cost.
         """
         before = self.counters.rows_written
         for _ in self.sweeping(everything=everything):
@@ -264,7 +264,7 @@ class PrefixActivations:
         return self.counters.rows_written - before
 
     def sweeping(self, *, everything: bool = False) -> Iterator[None]:
-        """Do as `sweep`, and yield after each forward; to be gone through to its end."""
+        """Do as `sweep`, and yield after each forward pass; the caller must exhaust the iterator."""
         level, batches = self._levels.fillable, [request.keys for request in self._prefetcher.upcoming]
         chunks = self._chunks_to_sweep(level, batches, everything=everything) if level is not None else []
         if level is None or not chunks:
@@ -278,14 +278,14 @@ class PrefixActivations:
         self._prefetcher.look_up()
 
     def publish(self) -> None:
-        """Make the rows stored so far readable for other processes, even if more are to come."""
+        """Make the rows stored so far readable for other processes, even if more will follow."""
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
                 self._levels.current.store.publish()
 
     def refresh(self) -> None:
-        """Take in rows that other processes have published."""
+        """Open files that other processes have published meanwhile."""
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
@@ -293,7 +293,7 @@ class PrefixActivations:
                 self._compare_files()
 
     def verify_share(self, rank: int, size: int) -> dict[str, str]:
-        """Verify this rank's share of shared files; return their names with the digests that `accept` asks for."""
+        """Verify this rank's share of shared files; return their names and digests for `accept`."""
         verified: dict[str, str] = {}
         if self._levels.current is not None:
             with self._guard():
@@ -301,28 +301,28 @@ class PrefixActivations:
         return verified
 
     def accept(self, verified: Mapping[str, str]) -> None:
-        """Take files for verified that `verify_share` of other ranks has returned."""
+        """Mark files as verified that `verify_share` of other ranks has returned."""
         if self._levels.current is not None:
             self._levels.current.store.accept(verified)
 
     def disable(self, reason: str, *, told: bool = False) -> None:
-        """Go on without a cache: what is not published is removed, what is stays for others.
+        """Continue without a cache: unpublished files are removed, published ones stay.
 
         Args:
             reason: for the user.
-            told: another process says it.
+            told: another process logs it.
         """
         if self.failed is None:
             self.failed = reason
-            logger.log(logging.INFO if told else logging.WARNING, "going on without the activation cache: %s", reason)
+            logger.log(logging.INFO if told else logging.WARNING, "continuing without the activation cache: %s", reason)
         self._prefetcher.forget()
         self._levels.discard()
 
     def close(self) -> None:
-        """Publish what was stored at the current cut and let go of all files.
+        """Publish the rows stored at the current cut, and close all files.
 
         Raises:
-            CacheFault: it could not be written, and failures are to stop the run.
+            CacheFault: they could not be written, and failures stop the run.
         """
         self._prefetcher.close()
         with self._guard():
@@ -330,7 +330,7 @@ class PrefixActivations:
 
     @contextmanager
     def _guard(self, phase: Literal["cache_read", "cache_write"] | None = None) -> Iterator[None]:
-        """Time the block, and let a fault of the cache in it end the cache's use, or the run."""
+        """Time the block; on a fault of the cache, end the use of the cache or the run."""
         start = time.perf_counter()
         with self._phase(phase) if phase else nullcontext():
             try:
@@ -346,17 +346,19 @@ class PrefixActivations:
             self.counters.write_seconds += time.perf_counter() - start
 
     def _pad(self, keys: Keys) -> Keys:
-        """Return `keys` repeated up to the batch shape."""
+        """Return `keys`, repeated up to the batch size."""
         if not 0 < len(keys) <= self.batch_rows:
-            raise ValueError(f"a batch of {len(keys)} rows: need 1 to {self.batch_rows}, the training batch")
+            raise ValueError(
+                f"the batch has {len(keys)} rows; it must have 1 to {self.batch_rows}, the training batch size"
+            )
         return keys if len(keys) == self.batch_rows else np.resize(keys, self.batch_rows)
 
     def _request(self, sample_ids: Keys, views: Keys) -> Request:
-        """Return a request for a batch, (rows,) each, beside the announced ones."""
+        """Return a request for a batch, (rows,) each, that was not announced."""
         return requests_for([(sample_ids, views)], pad=self._pad)[0]
 
     def _read(self, request: Request) -> Found | None:
-        """Return what is cached for a request; None when a row is missing, or the cache was given up."""
+        """Return the cached rows of a request; None if a row is missing, or the cache was given up."""
         with self._guard("cache_read"):
             found = self._prefetcher.take(request)
             if found is not None:
@@ -366,7 +368,7 @@ class PrefixActivations:
         return None
 
     def _run(self, x: Tensor, start: int, stops: Sequence[int]) -> Tensor:
-        """Return blocks start..stops[-1]-1 of `x`: (batch_rows, ...), dense, and rounded at each of `stops`."""
+        """Return blocks start..stops[-1]-1 of `x`: (batch_rows, ...), dense, and rounded after each of `stops`."""
         with torch.no_grad():
             for stop in stops:
                 x = self._run_blocks(x, start, stop)
@@ -376,24 +378,24 @@ class PrefixActivations:
         return x
 
     def _rounded(self, x: Tensor, *, cut: int) -> Tensor:
-        """Return `x` as its rows are when they were stored; raises UsageError where the type is too narrow."""
-        assert self._stored is not None, "rows of the type that is computed are not rounded"
+        """Return `x` rounded to the stored type; raises UsageError if a value exceeds its range."""
+        assert self._stored is not None, "rows are rounded only if the stored type differs from the computed type"
         rounded = x.to(self._stored)
         if rounded.isinf().any() and x.isfinite().all():
             name, most = str(self._stored).removeprefix("torch."), torch.finfo(self._stored).max
             raise UsageError(
-                f"--cache-dtype {name} holds no numbers beyond {most:.5g}, and the first {cut} blocks give some "
-                f"(up to {float(x.abs().max()):.4g}); use bfloat16 or native"
+                f"--cache-dtype {name} holds values up to {most:.5g}, but block {cut} computes larger ones (up to "
+                f"{float(x.abs().max()):.4g}); use bfloat16 or native"
             )
         return rounded.to(x.dtype)
 
     def _compute(self, request: Request, found: Found | None, *, at: Level | None = None) -> Tensor:
-        """Return the output (batch_rows, ...) for a request; missing rows are on their way to the disk.
+        """Return the output (batch_rows, ...) for a request; missing rows are queued for writing.
 
         Args:
             request: the batch.
-            found: rows of a shallower cut to compute on from; None is from images.
-            at: an older cut, whose output it is then; None is the current one.
+            found: rows of a shallower cut to start from; None starts from images.
+            at: an older cut whose output is returned; None is the current one.
         """
         if found is None:
             start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
@@ -408,10 +410,10 @@ class PrefixActivations:
         return output
 
     def _chunks_to_sweep(self, level: Level, batches: Sequence[Keys], *, everything: bool) -> list[Keys]:
-        """Return the keys of each forward, (rows,) of at most a batch, by which missing rows are stored at `level`.
+        """Return the keys of each forward pass, (rows,) of at most a batch, that stores missing rows at `level`.
 
-        None where they would save no forwards of `batches`. A forward costs as much as it has blocks: a choice that
-        rests on no clock is the same in every run.
+        None if they would save none of the forward passes of `batches`. The cost of a forward pass is its number of
+        blocks: without a clock, the choice is the same in every run.
         """
         store, cut = level.store, self.cut
         if store.complete or store.waiting or not (everything or batches):
@@ -432,11 +434,11 @@ class PrefixActivations:
         return chunks
 
     def _starts(self, batches: Sequence[Keys]) -> list[int]:
-        """Return the cut that a forward of each of `batches` starts at; 0 is the images."""
+        """Return the cut that a forward pass of each of `batches` starts at; 0 is the images."""
         return [0 if found is None else found[0].cut for found in self._levels.locate_batches(batches)]
 
     def _compare_files(self) -> None:
-        """Compare a few rows of every file that has come into use with computed ones; CacheFault where they differ."""
+        """Compare a few rows of every newly opened file with computed ones; CacheFault if they differ."""
         store = self._levels.current.store if self._levels.current else None
         while store is not None and len(keys := store.to_compare()):
             images = self._load_images(*unpack_keys(self._pad(keys)))
@@ -448,7 +450,7 @@ def _mean(mask: Mask) -> float:
 
 
 def permuted_batch_is_exact(run_prefix: Callable[[Any], Tensor], inputs: Any) -> bool:
-    """Tell whether each row's bits stay the same when the rows of a batch change places, which caching relies on.
+    """Return True if a row keeps its bits when the rows of a batch are permuted, which caching needs.
 
     Args:
         run_prefix: the frozen prefix in evaluation mode; returns (rows, ...).
@@ -467,16 +469,16 @@ def permuted_batch_is_exact(run_prefix: Callable[[Any], Tensor], inputs: Any) ->
 
 
 NEIGHBOURS = 1e-4
-"""Of the largest output. Rows that stay in their places should keep their bits."""
+"""Tolerance relative to the largest output. Rows that keep their places should keep their bits."""
 CONTRAST = 3.0
-"""By which the other rows are multiplied: statistics of the batch then change a lot."""
+"""Factor for the other rows, which changes the batch's statistics a lot."""
 
 
 def rows_are_their_own(run_prefix: Callable[[Any], Tensor], inputs: Any, whole: Tensor) -> bool:
-    """Tell whether a row does not depend on the other rows of its batch, but for rounding.
+    """Return True if a row does not depend on the other rows of its batch, except for rounding.
 
-    It does behind a BatchNorm without running statistics, for example. Arguments as of `permuted_batch_is_exact`, and
-    `whole`, what the prefix returns for `inputs`.
+    It does behind a BatchNorm without running statistics, for example. Arguments are those of
+    `permuted_batch_is_exact`, and `whole`, the prefix's output for `inputs`.
     """
     with torch.no_grad():
         rows, half = len(whole), len(whole) // 2

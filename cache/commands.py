@@ -1,4 +1,4 @@
-"""`hvfreeze cache ls|verify|rm DIR`: what lies in a cache directory, whether it is sound, and removing it."""
+"""The commands `hvfreeze cache ls|verify|rm DIR`: list, verify and remove the files of a cache directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ls(directory: Path) -> int:
 
 
 def verify(directory: Path) -> int:
-    """Check every `.h5` file under `directory` in full and name the bad ones."""
+    """Verify every `.h5` file under `directory` completely, and print the damaged ones; return the exit code."""
     lines, refused = [("file", "rows", "verdict")], 0
     for path in _files(directory):
         if path.suffix != ".h5":
@@ -54,10 +54,12 @@ def verify(directory: Path) -> int:
 
 
 def rm(directory: Path) -> int:
-    """Remove cache files under `directory`: by name, regular files only, none that is being built."""
+    """Remove the cache files under `directory`: regular files with a cache name that no job is writing."""
     _require_directory(directory)
     if directory.is_symlink():
-        raise UsageError(f"DIR ({directory}) is a link, and rm follows none: give the directory that it points to")
+        raise UsageError(
+            f"DIR ({directory}) is a symbolic link, which rm does not follow; give the directory that it points to"
+        )
     left = met = 0
     for folder, _, names, descriptor in os.fwalk(directory, follow_symlinks=False):
         for name in sorted(name for name in names if OURS.fullmatch(name)):
@@ -65,16 +67,16 @@ def rm(directory: Path) -> int:
             lock = path.with_name(name[: name.index(".h5") + len(".h5")] + LOCK_SUFFIX)
             try:
                 if not stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
-                    verdict = "left: it is no regular file"
+                    verdict = "kept: it is not a regular file"
                 elif _is_locked(lock):
-                    verdict = "left: it is being built"
+                    verdict = "kept: a job is writing it"
                 else:
                     os.unlink(name, dir_fd=descriptor)
                     verdict = "removed"
             except FileNotFoundError:
                 continue  # a job has removed it, or finished it, meanwhile
             except OSError as error:
-                verdict = f"left: it cannot be removed ({error.strerror})"
+                verdict = f"kept: it cannot be removed ({error.strerror})"
             left, met = left + (verdict != "removed"), met + 1
             print(f"{verdict}  {path}")
     _check_all_listed(directory)
@@ -84,7 +86,7 @@ def rm(directory: Path) -> int:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield every `.h5` and every temporary file of a cache, links included and never followed."""
+    """Yield every `.h5` and every temporary file of a cache, including links, which are not followed."""
     _require_directory(directory)
     for folder, _, names in os.walk(directory, followlinks=False):
         for name in sorted(names):
@@ -95,14 +97,14 @@ def _files(directory: Path) -> Iterator[Path]:
 def _require_directory(directory: Path) -> None:
     try:
         if not directory.is_dir():
-            raise UsageError(f"DIR ({directory}) is no directory: give the one with the cache files")
+            raise UsageError(f"DIR ({directory}) is not a directory; give the one with the cache files")
         os.scandir(directory).close()
     except OSError as error:
         raise _unlisted(directory, error) from error
 
 
 def _check_all_listed(directory: Path) -> None:
-    """Refuse a directory of which a part cannot be listed; what can be has been told before."""
+    """Raise RefusedError if a part of a directory cannot be listed, after the rest has been printed."""
     errors: list[OSError] = []
     for _ in os.walk(directory, onerror=errors.append):
         pass
@@ -114,8 +116,8 @@ def _check_all_listed(directory: Path) -> None:
 
 def _unlisted(directory: Path, error: OSError) -> RefusedError:
     return RefusedError(
-        f"{directory} cannot be listed ({error.strerror}), and may hold cache files: "
-        "run the command as the user that it belongs to, or give another DIR"
+        f"{directory} cannot be listed ({error.strerror}) and may contain cache files; run the command as its "
+        "owner, or give another DIR"
     )
 
 
@@ -152,17 +154,17 @@ def _is_locked(path: Path) -> bool:
 
 
 def _name_in(field: JSON) -> str:
-    """Return what a person calls the model or the data set that a field of an identity tells of."""
+    """Return the readable name of the model or data set in an identity field."""
     return str(field.get("name", "-")) if isinstance(field, Mapping) else "-"
 
 
 def _check_name(path: Path, file: ActivationFile) -> None:
-    """Refuse a file under another fingerprint's name: the run that looks for that one would refuse it."""
+    """Raise CacheFault if a file's name belongs to another fingerprint, because a run would refuse the file."""
     if FILE_NAME.fullmatch(path.name):
         shard = path.stem.rpartition("-")[2]
         expected = path_of(path.parent, file.manifest.fingerprint, shard=shard)
         if expected != path:
-            raise CacheFault(f"cache file {path} refused: its contents belong to {expected.name}")
+            raise CacheFault(f"cache file {path} refused: it contains data of {expected.name}")
 
 
 def _print_table(lines: Sequence[Sequence[str]]) -> None:

@@ -1,8 +1,8 @@
-"""What must match before a cached row may be used.
+"""The fingerprint of cached rows: everything that must match before a row may be used.
 
-Identity fields decide whether a row is the right one at all: a file that differs in any of them is refused and the
-fields are named. Exactness fields (rows of a batch, threads) only decide whether the bits are those that this run would
-compute: a file that differs in them is used, and the run says that its cache is not exact.
+Identity fields decide whether a row is the right one: a file that differs in any of them is refused, and the fields are
+named. Exactness fields (rows per batch, threads) only decide whether this run would compute the same bits: a
+file that differs in them is used, and the run reports that its cache is not exact.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SHOWN_CHARACTERS = 40
 
 
 def canonical(value: JSON) -> str:
-    """Return one text for equal values: sorted keys, no spaces, tuples as lists; NaN and infinity are refused."""
+    """Return canonical JSON: sorted keys, no spaces, tuples as lists; NaN and Inf are refused."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identity and exactness fields, JSON values only; `digest` covers the identity fields alone."""
+    """Identity and exactness fields, JSON values only; `digest` covers the identity fields only."""
 
     fields: Mapping[str, JSON]
     exactness: Mapping[str, JSON]
@@ -37,7 +37,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fields: Mapping[str, JSON], *, exactness: Mapping[str, JSON] | None = None) -> Fingerprint:
-        """Return the fingerprint of these fields; tuples become lists, so that it equals one read back from a file.
+        """Return the fingerprint of these fields, with tuples as lists, as if read back from a file.
 
         Without `exactness` the rows are of unknown or mixed origin, which is never exact.
         """
@@ -51,7 +51,7 @@ class Fingerprint:
         return tuple(name for name in names if _shown(self.fields, name) != _shown(other.fields, name))
 
     def is_exact(self, other: Fingerprint) -> bool:
-        """Tell whether rows written under `other` have the bits that a run under this fingerprint would compute."""
+        """Return True if rows written under `other` have the bits that a run with this fingerprint would compute."""
         return bool(other.exactness) and self._exactness_text == other._exactness_text
 
     @cached_property
@@ -86,13 +86,13 @@ def activation_fingerprint(
     threads: int,
     via: Sequence[int] = (),
 ) -> Fingerprint:
-    """Return the fingerprint of a frozen prefix's output over a data set on this machine.
+    """Return the fingerprint of a frozen prefix's output for a data set on this machine.
 
-    `prefix` is `digest_tensors` of the prefix, and `operations` a digest of what it does with them; `cache ls` shows
-    the `name` in it and in `data`. `transform` is everything between stored pixels and the prefix's input that is not
-    drawn per view; `input_shape` is (C, H, W). `via` are the cuts, ascending, at which rows of a narrower `dtype` were
-    rounded on the way: with them a rounded row is a function of the sample whichever way it was computed. `batch_rows`,
-    of every forward, and torch's `threads` only decide about exactness.
+    `prefix` is `digest_tensors` of the prefix, and `operations` a digest of its computation. `cache ls` shows the
+    `name` in `operations` and `data`. `transform` is everything between stored pixels and the prefix's input that is
+    not drawn per view. `input_shape` is (C, H, W). `via` are the cuts, ascending, after which rows of a narrower
+    `dtype` were rounded, so that a rounded row depends only on the sample. `batch_rows`, of every forward pass, and
+    torch's `threads` only decide about exactness.
     """
     identity: dict[str, JSON] = {
         "prefix": prefix,

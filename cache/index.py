@@ -1,4 +1,4 @@
-"""Which part holds the row of a key: sorted keys, looked up for a whole batch at once."""
+"""Finds the part and row of each key: sorted keys, looked up for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvfreeze.cache.file.format import VIEW_BITS, Keys, unpack_keys
 
 MISSING = -1
 MOST_IDS_PER_KEY = 64
-"""A table by sample id may be this much longer than the keys."""
+"""A lookup table by sample id may be up to this many times longer than the keys."""
 Mask = npt.NDArray[np.bool_]
 
 
 def contains(ascending: Keys, keys: Keys) -> Mask:
-    """Tell for each of `keys` (rows,) whether it is in `ascending`, which is sorted."""
+    """Return for each of `keys` (rows,) whether it is in `ascending`, which is sorted."""
     if len(ascending) == 0:
         return np.zeros(len(keys), np.bool_)
     at = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
@@ -26,7 +26,7 @@ def contains(ascending: Keys, keys: Keys) -> Mask:
 
 
 class Positions:
-    """Positions of keys in a sorted vector; dense ids and views are computed, ten times faster than a search."""
+    """Positions of keys in a sorted vector; dense ids and views are computed, 10 times faster than a search."""
 
     def __init__(self, ascending: Keys) -> None:
         self._keys = ascending
@@ -35,7 +35,7 @@ class Positions:
         self._first = np.searchsorted(ascending, starts) if starts is not None else None
 
     def find(self, keys: Keys) -> tuple[Keys, Mask]:
-        """Return each key's position, and whether it is there; where it is not the position means nothing."""
+        """Return each key's position, and whether it exists; the position is arbitrary if it does not."""
         if len(self._keys) == 0:
             return np.zeros(len(keys), np.int64), np.zeros(len(keys), np.bool_)
         if self._first is None:
@@ -52,10 +52,10 @@ class Positions:
 
 
 class RowIndex:
-    """A (part, row) for each key that has one; one thread changes it, any may look."""
+    """The (part, row) of each key, if it has one. One thread writes, any thread may read."""
 
     def __init__(self, keys: Keys) -> None:
-        """Know `keys` (keys,), unique or not; their rows are missing at first."""
+        """Create an index of `keys` (keys,), unique or not, whose rows are missing at first."""
         self.keys = np.unique(keys)
         self._positions = Positions(self.keys)
         self._part = np.zeros(len(self.keys), np.int64)
@@ -71,19 +71,19 @@ class RowIndex:
             return self._part[at], np.where(there, self._row[at], MISSING)
 
     def missing(self, keys: Keys) -> Mask:
-        """Tell for each of `keys` (rows,) whether its row is not there."""
+        """Return for each of `keys` (rows,) whether its row is missing."""
         _, rows = self.locate(keys)
         absent: Mask = rows == MISSING
         return absent
 
     def place(self, keys: Keys, *, part: int, rows: Keys) -> None:
-        """Note that the rows of `keys`, which must be known, are now `rows` of `part`."""
+        """Set the rows of `keys`, which must be known, to `rows` of `part`."""
         with self._lock:
             at = np.searchsorted(self.keys, keys)
             self._part[at], self._row[at] = part, rows
 
     def extend(self, more: Sequence[Keys]) -> None:
-        """Make all keys of `more` known; rows that are there stay."""
+        """Add the keys of `more`; existing rows are kept."""
         if not more:
             return
         known = np.unique(np.concatenate([self.keys, *more]))

@@ -1,4 +1,4 @@
-"""The stores of a run, one for each cut: rows of a shallower cut are where a deeper one is computed from."""
+"""The stores of a run, one per cut: rows of a deeper cut are computed from those of a shallower one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hvfreeze.cache.store import RowLocation, Store
 
 @dataclass(frozen=True)
 class Level:
-    """A store and the cut that its rows belong to."""
+    """A store and the cut of its rows."""
 
     cut: int
     store: Store
 
 
 def via_of(fingerprint: Fingerprint | None) -> tuple[int, ...]:
-    """Return the cuts at which rows of a fingerprint were rounded on the way; empty where there is none."""
+    """Return the cuts after which rows of a fingerprint were rounded; empty if there is none."""
     found = fingerprint.fields.get("via", ()) if fingerprint is not None else ()
     return tuple(cut for cut in found if isinstance(cut, int)) if isinstance(found, (list, tuple)) else ()
 
@@ -43,12 +43,12 @@ class Levels:
         lossy: bool,
         prefix_digest: Callable[[int], str] | None,
     ) -> None:
-        """Open nothing yet.
+        """Create the object without opening files.
 
         Args:
             open_store: (fingerprint, owned keys) -> its store.
-            lossy: rows are rounded, so that only rows rounded at the right cuts may be computed from.
-            prefix_digest: cut -> digest of the prefix as it stands; rows of a prefix that has changed are dropped.
+            lossy: rows are rounded, so only rows rounded at the same cuts may be used to compute others.
+            prefix_digest: cut -> current digest of the prefix; rows of a changed prefix are dropped.
         """
         self.cut = 0
         self.current: Level | None = None
@@ -63,7 +63,7 @@ class Levels:
 
     @property
     def fillable(self) -> Level | None:
-        """The level to which rows may be added: the current cut's, else the deepest that is being written already."""
+        """The level to which rows may be added: that of the current cut, else the deepest one that is being written."""
         writing = [level for level in self._sources if level.store.writing]
         return self.current or (writing[-1] if writing else None)
 
@@ -77,22 +77,22 @@ class Levels:
         return tuple(level for level in self._all() if level.cut < cut and self._is_valid(level, via=via))
 
     def missing(self, keys: Keys) -> Mask:
-        """Tell for each of `keys` (rows,) whether its row is not there at the current cut."""
+        """Return for each of `keys` (rows,) whether its row is missing at the current cut."""
         return self.current.store.missing(keys) if self.current else np.ones(len(keys), dtype=bool)
 
     def present(self, fingerprint: Fingerprint, keys: Keys) -> Present | None:
-        """Return which rows of `keys` are there, where the fingerprint is that of the current cut's rows; else None."""
+        """Return which rows of `keys` are cached, if the fingerprint is that of the current cut's rows; else None."""
         if self.current is None or self.current.store.fingerprint.digest != fingerprint.digest:
             return None
         return Present(self.current.store.num_present, np.sort(keys[self.missing(keys)]))
 
     def move(self, cut: int, *, fingerprint: Fingerprint | None, owned_keys: Keys | None) -> None:
-        """Move to `cut`; with a fingerprint and owned keys its rows are stored.
+        """Change to `cut`; with a fingerprint and owned keys its rows are stored.
 
-        Deeper rows are removed. A store of this very fingerprint goes on being used.
+        Deeper rows are removed. An open store of this very fingerprint stays in use.
 
         Raises:
-            CacheFault: a file of this fingerprint cannot be used.
+            CacheFault: a file with this fingerprint cannot be used.
         """
         levels = self._all()
         self.cut, self._via = cut, via_of(fingerprint)
@@ -109,17 +109,17 @@ class Levels:
         self._drop_sources_if_complete()
 
     def stops(self, start: int, *, end: int | None = None) -> list[int]:
-        """Return the cuts at which a forward from `start` to `end` rounds, the last of which is `end`; None is here."""
+        """Return the cuts after which a forward pass from `start` rounds, `end` last; None is the current cut."""
         end = self.cut if end is None else end
         between = [cut for cut in self._via if start < cut < end] if self._lossy else []
         return [*between, end]
 
     def locate(self, keys: Keys) -> tuple[Level, RowLocation] | None:
-        """Return the deepest cached activations that hold all of `keys`; stands until the next `move`."""
+        """Return the deepest cached activations that contain all of `keys`; valid until the next `move`."""
         return self.locate_batches([keys])[0]
 
     def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, RowLocation] | None]:
-        """Return what `locate` gives for each of `batches`, looked up at once."""
+        """Return the result of `locate` for each of `batches`, in one lookup."""
         found: list[tuple[Level, RowLocation] | None] = [None] * len(batches)
         for level in self._all() if batches else ():
             for position, place in enumerate(level.store.locate_batches(batches)):
@@ -127,13 +127,13 @@ class Levels:
         return found
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool, at: Level | None = None) -> int:
-        """Store the missing ones of `keys`, and return how many; older cuts make room, and go when no longer needed.
+        """Store the missing rows of `keys`, and return how many; older cuts make room, and are removed when complete.
 
         Args:
-            keys: (rows,) of `batch`, a whole forward (batch_rows, ...).
-            batch: rows of nobody beyond those of `keys`.
+            keys: (rows,) keys of `batch`, a whole forward pass (batch_rows, ...).
+            batch: rows beyond those of `keys` are padding.
             exact: the rows have the bits that this run would compute.
-            at: an older cut's level whose rows these are; None is the current one.
+            at: the level of an older cut that the rows belong to; None is the current one.
 
         Raises:
             CacheFault: the file cannot be written.
@@ -152,13 +152,13 @@ class Levels:
         return count
 
     def discard(self) -> None:
-        """Remove what is not published, and use nothing any more."""
+        """Remove what is not published, and stop using all levels."""
         for level in self._all():
             level.store.discard()
         self.current, self._sources = None, ()
 
     def close(self) -> None:
-        """Publish the rows of the current cut, and remove those of older ones; CacheFault where that fails."""
+        """Publish the rows of the current cut, and remove those of older ones; CacheFault if that fails."""
         self._drop_sources()
         if self.current is not None:
             self.current.store.close()

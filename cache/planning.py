@@ -1,6 +1,7 @@
-"""Whether caching pays: rates measured on the spot, a forecast by epoch, and the decision, as pure functions.
+"""Decides whether caching pays: measures disk rates, forecasts each epoch and compares times, as pure functions.
 
-It only chooses between things that give equal results. A type or number of views that would help is printed as advice.
+It only chooses between alternatives with equal results. Types or numbers of views that would help are printed as
+advice.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from hvfreeze.cache.file.reader import MappedRows
 
 PROBE_BYTES = 24 << 20
 PROBE_SECONDS = 0.15
-"""Of writing, at most, and twice of reading."""
+"""Longest time of the write measurement, in seconds; reading may take twice as long."""
 SYNC_BYTES = 4 << 20
 PROBE_BATCHES = 24
 SLOW_DISK = 1e-8
-"""Seconds a byte of a disk that cannot be measured because it is full."""
+"""Assumed seconds per byte of a disk that cannot be measured because it is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a directory costs. Seconds per byte; `_cpu` is the part that occupies a core, the rest is waiting."""
+    """Costs of a directory in seconds per byte; `_cpu` is the part that occupies a core, the rest is waiting."""
 
     read_cold: float
-    """Of shuffled rows that are not in the page cache."""
+    """Reading shuffled rows that are not in the page cache."""
     read_warm: float
-    """Of shuffled rows that are."""
+    """Reading shuffled rows that are in the page cache."""
     read_cpu: float
     write: float
-    """Of rows up to their safe arrival on the disk, hashing included."""
+    """Writing rows until they are safe on the disk, including hashing."""
     write_cpu: float
     hash: float
-    """Of verification."""
+    """Verifying rows."""
     free_bytes: int
     filesystem: str
-    """Equal for directories on the same file system, also seen from several hosts. Disks of their own that look alike
-    may be taken for one, which only makes the plan more careful."""
+    """Equal for directories on the same file system, also as seen from several hosts. Separate disks that look alike
+    may be taken for one, which only makes the plan more cautious."""
 
 
 def measure_directory(
@@ -60,9 +61,9 @@ def measure_directory(
     most_seconds: float = PROBE_SECONDS,
     disk: Disk | None = None,
 ) -> Rates:
-    """Return the rates of `directory`, from a temporary file of at most `most_bytes` or about so many seconds' writing.
+    """Measure the rates of `directory` by a temporary file of at most `most_bytes` or about `seconds` of writing.
 
-    It is read twice, each time for at most as long. One batch is written at least.
+    It is read twice, each time for at most as long. At least one batch is written.
 
     Raises:
         CacheFault: the directory cannot be written.
@@ -124,7 +125,7 @@ def _time_writes(
 def _time_reads(
     descriptor: int, written: int, batch: np.ndarray, disk: Disk, most_seconds: float
 ) -> tuple[float, float, float]:
-    """Return seconds per byte of shuffled batches from the disk, from the page cache, and on a core."""
+    """Return seconds per byte of reading shuffled batches from the disk, from the page cache, and on a core."""
     num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
@@ -145,42 +146,42 @@ def _time_reads(
 
 @dataclass(frozen=True, kw_only=True)
 class CostMeasurement:
-    """What one rank has measured and knows; seconds are per batch."""
+    """Measurements and plans of one rank; seconds are per batch."""
 
     image_seconds: float
     """Loading and augmenting the images that the prefix needs."""
     prefix_seconds: float
     suffix_seconds: float
-    """The rest of the training step, behind which reading ahead and writing can hide."""
+    """The rest of the training step, which can hide prefetching and writing."""
     batch_rows: int
     rows: int
     """Samples of this rank."""
     views: int
-    """Of each sample."""
+    """Views of each sample."""
     row_bytes: int
     epochs_left: float
-    """How often all samples are still asked for; each time in the next view."""
+    """Passes over all samples that remain; each uses the next view."""
     memory_bytes: int
-    """That the page cache may take for this rank."""
+    """Memory in bytes that the page cache may take for this rank."""
     rates: Rates
     left_bytes: int | None = None
-    """What this rank's share of the budget still allows for new rows; None is unlimited."""
+    """Bytes of new rows that this rank's share of the budget still allows; None is unlimited."""
     padded: bool = False
-    """Whether the last batch is padded; else there are whole batches only."""
+    """Whether the last batch is padded; if not, there are whole batches only."""
     rows_rewritten: int = 0
-    """Rows in the file which is to be completed, and is written anew for that."""
+    """Rows in an incomplete file, which are rewritten when it is completed."""
     epochs_until_move: float = math.inf
     passed: float = 0.0
-    """The part of the epoch under way that is over."""
+    """The share of the current epoch that is over."""
     present: tuple[float, ...] = ()
-    """Parts of the samples that are cached already, in each of the next `views` epochs, beginning with the one under
-    way; empty is none."""
+    """Shares of the samples that are already cached in each of the next `views` epochs, beginning with the current one;
+    empty is none."""
     sources: tuple[float, ...] = ()
-    """The same of rows that are cached at a shallower cut."""
+    """The same for rows that are cached at a shallower cut."""
     source_spares: float = 0.0
-    """Seconds that beginning with those rows spares."""
+    """Seconds saved by starting from those rows."""
     all_at_once: bool = False
-    """Missing rows are computed before training goes on."""
+    """Missing rows are computed before training continues."""
 
     @property
     def steps(self) -> int:
@@ -190,7 +191,7 @@ class CostMeasurement:
 
     @property
     def new_bytes(self) -> int:
-        """Bytes that completing the cache allocates; none where it is complete."""
+        """Bytes that completing the cache allocates; 0 if it is complete."""
         missing = max(0, self.rows * self.views - round(sum(self.present) * self.rows))
         return (missing + self.rows_rewritten) * self.row_bytes if missing else 0
 
@@ -201,18 +202,18 @@ class CostMeasurement:
 
     @property
     def compute_seconds(self) -> float:
-        """What a batch costs without the cache and is spared with it."""
+        """Seconds of a batch without the cache, which the cache saves."""
         return self.image_seconds + self.prefix_seconds
 
     @property
     def read_seconds(self) -> float:
-        """What reading a batch adds to a step: the core that it takes, and what reading ahead cannot hide."""
+        """Seconds that reading a batch adds to a step: core time, and what prefetching cannot hide."""
         rate = self.rates.read_warm if self.num_bytes <= self.memory_bytes else self.rates.read_cold
         return self._added(rate, self.rates.read_cpu, hidden_behind=self.suffix_seconds)
 
     @property
     def write_seconds(self) -> float:
-        """What storing a batch adds to a step, in the same way."""
+        """Seconds that storing a batch adds to a step: core time, and what cannot be hidden."""
         hidden_behind = self.suffix_seconds + self.compute_seconds
         return self._added(self.rates.write, self.rates.write_cpu, hidden_behind=hidden_behind)
 
@@ -226,10 +227,10 @@ ROUNDING = 1e-9
 
 @dataclass
 class Forecast:
-    """Seconds saved against computing every batch from images, and epochs' worth of batches that begin with rows read.
+    """Seconds saved compared with computing every batch from images, and epochs' worth of batches that use cached rows.
 
-    All for each batch of an epoch. `_later` is what comes after the cut's next move, when rows of this one are where
-    deeper ones are computed from.
+    All are per batch of an epoch. `_later` counts after the next change of the cut, when rows of this cut are used to
+    compute deeper ones.
     """
 
     saved: float = 0.0
@@ -239,11 +240,11 @@ class Forecast:
 
 
 def forecast(rank: CostMeasurement, *, kept: bool) -> Forecast:
-    """Return what a rank saves from here on.
+    """Return the predicted savings of a rank from now on.
 
-    With `kept` the first epochs of each view fill the cache and later ones read it; else rows of a shallower cut serve.
-    An epoch whose views are partly there is swept: its missing rows are put together, computed and then read with the
-    others, at this cut or, where its rows are not kept, at the shallower one.
+    With `kept`, the first epochs of each view fill the cache and later ones read it; otherwise rows of a shallower cut
+    are used. An epoch whose views are partly cached is swept: its missing rows are computed together, and then read
+    with the others, at this cut or, if its rows are not stored, at the shallower one.
     """
     views, steps, total = rank.views, rank.steps, Forecast()
     there = list(rank.present) or [0.0] * views
@@ -296,7 +297,7 @@ def forecast(rank: CostMeasurement, *, kept: bool) -> Forecast:
 
 
 def _mixed(share: float, steps: int) -> bool:
-    """Tell whether there are rows enough for a batch, and others that are missing."""
+    """Return True if there are enough rows for a batch, and others are missing."""
     return share * steps >= 1.0 and share <= 1.0 - ROUNDING
 
 
@@ -310,19 +311,19 @@ class Plan:
     use: bool
     """Whether to cache."""
     fits: bool
-    """Whether disk and budget hold the rows."""
+    """Whether the disk and the budget have room for the rows."""
     seconds_saved: float
-    """Predicted for a rank until the cut's next move, against computing every batch from images; the rows of a
-    shallower cut count too. May be negative."""
+    """Predicted seconds that a rank saves until the next change of the cut, compared with computing every batch from
+    images; includes rows of a shallower cut. May be negative."""
     seconds_saved_later: float
-    """The same after that move, of rows that are there by then."""
+    """The same after that change, from rows that are cached by then."""
     rows_read: float
-    """Predicted until the cut's next move, of all ranks."""
+    """Predicted number of rows read until the next change of the cut, over all ranks."""
     rows_read_later: float
     reason: str
-    """One clause."""
+    """The reason, one clause."""
     rows: tuple[tuple[str, str], ...]
-    """(quantity, value) of the printed table, advice last."""
+    """(quantity, value) rows of the printed table, advice last."""
 
     def table(self) -> str:
         """Return the rows as text, one a line."""
@@ -331,11 +332,11 @@ class Plan:
 
 
 def make_plan(ranks: Sequence[CostMeasurement], *, asked: bool = False) -> Plan:
-    """Return the plan for the measurements of all ranks.
+    """Return the plan from the measurements of all ranks.
 
     Args:
-        ranks: one each; ranks wait for each other, so the slowest counts.
-        asked: rows are kept whether that pays or not, where they fit.
+        ranks: one per rank; ranks wait for each other, so the slowest counts.
+        asked: store rows whether that pays or not, if they fit.
     """
     kept, left = ([forecast(rank, kept=kept) for rank in ranks] for kept in (True, False))
     gained = _saved(ranks, kept) - _saved(ranks, left)
@@ -344,15 +345,15 @@ def make_plan(ranks: Sequence[CostMeasurement], *, asked: bool = False) -> Plan:
     if obstacle:
         reason = obstacle
     elif pays:
-        reason = f"saves {gained:.1f} s from here on"
+        reason = f"saves {gained:.1f} s from now on"
     elif not again:
         rank = max(ranks, key=lambda rank: rank.views)
         rows = "no row" if rank.views == 1 else f"none of {rank.views} views"
-        reason = f"{rows} would come again in the {rank.epochs_left:.1f} epochs that are left"
+        reason = f"{rows} will be read again in the remaining {rank.epochs_left:.1f} epochs"
     elif any(rank.epochs_until_move < rank.epochs_left for rank in ranks):
-        reason = "the cut is likely to move before the rows are read often enough"
+        reason = "the cut will probably change before the rows are read often enough"
     else:
-        reason = "reading and filling take longer than computing, in the epochs that are left"
+        reason = "reading and writing the cache would take longer than computing, in the remaining epochs"
     chosen = kept if asked or (fits and pays) else left
     whole, here = _saved(ranks, chosen), _saved(ranks, chosen, later=False)
     table = _table(ranks, saved=gained, reason=reason, does_not_fit=not fits)
@@ -370,34 +371,34 @@ def make_plan(ranks: Sequence[CostMeasurement], *, asked: bool = False) -> Plan:
 
 
 def reads_again(ranks: Sequence[CostMeasurement]) -> bool:
-    """Tell whether any row that is kept at this cut would be read, whatever things cost."""
+    """Return True if any row stored at this cut would be read, whatever the cost."""
     futures = [forecast(replace(rank, sources=()), kept=True) for rank in ranks if rank.rows]
     return any(future.read + future.read_later > 0 for future in futures)
 
 
 def _saved(ranks: Sequence[CostMeasurement], futures: Sequence[Forecast], *, later: bool = True) -> float:
-    """Return the seconds that ranks save which wait for each other, until the cut moves or the run ends."""
+    """Return the seconds that all ranks save, with waiting for each other, until the cut changes or the run ends."""
     images = [rank.steps * rank.epochs_left * rank.compute_seconds for rank in ranks]
     gains = (own.saved + (own.saved_later if later else 0.0) for own in futures)
     return max(images) - max(one - rank.steps * gain for one, rank, gain in zip(images, ranks, gains, strict=True))
 
 
 def _limit_bytes(ranks: Sequence[CostMeasurement]) -> int | None:
-    """Return what the budget still allows for new rows, all ranks together; None is unlimited."""
+    """Return the bytes that the budget still allows for new rows of all ranks; None is unlimited."""
     lefts = [rank.left_bytes for rank in ranks if rank.left_bytes is not None]
     return sum(lefts) if lefts else None
 
 
 def _obstacle(ranks: Sequence[CostMeasurement]) -> str:
-    """Return why the rows cannot be stored, or nothing."""
+    """Return why the rows cannot be stored, or ""."""
     needed, limit_bytes = sum(rank.new_bytes for rank in ranks), _limit_bytes(ranks)
     if limit_bytes is not None and needed > limit_bytes:
-        return f"needs {needed / GIB:.2f} GiB, the budget leaves {limit_bytes / GIB:.2f}"
+        return f"needs {needed / GIB:.2f} GiB, but --cache-limit leaves {limit_bytes / GIB:.2f}"
     for number, rank in enumerate(ranks):
         # Shards may differ in size, and shares of the budget do not.
         if rank.left_bytes is not None and rank.new_bytes > rank.left_bytes:
             return (
-                f"needs {rank.new_bytes / GIB:.2f} GiB on rank {number}, whose share of the budget leaves "
+                f"needs {rank.new_bytes / GIB:.2f} GiB on rank {number}, but its share of --cache-limit leaves "
                 f"{rank.left_bytes / GIB:.2f}"
             )
     by_filesystem: dict[str, list[CostMeasurement]] = defaultdict(list)
@@ -406,26 +407,26 @@ def _obstacle(ranks: Sequence[CostMeasurement]) -> str:
     for filesystem, group in by_filesystem.items():
         need, free = sum(rank.new_bytes for rank in group), min(rank.rates.free_bytes for rank in group)
         if need > free:
-            return f"needs {need / GIB:.2f} GiB on {filesystem}, which has {free / GIB:.2f} free"
+            return f"needs {need / GIB:.2f} GiB on {filesystem}, but {free / GIB:.2f} are free"
     return ""
 
 
 def _table(
     ranks: Sequence[CostMeasurement], *, saved: float, reason: str, does_not_fit: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the printed table. Its advice is about choices of the user that would change results."""
+    """Return the printed table. Its advice is about user choices that would change results."""
     slowest = max(ranks, key=lambda rank: rank.compute_seconds)
     needed, limit_bytes = sum(rank.new_bytes for rank in ranks), _limit_bytes(ranks)
     rows = [
-        ("images, ms a batch", f"{slowest.image_seconds * 1e3:.2f}"),
-        ("frozen prefix, ms a batch", f"{slowest.prefix_seconds * 1e3:.2f}"),
+        ("loading images, ms per batch", f"{slowest.image_seconds * 1e3:.2f}"),
+        ("frozen prefix, ms per batch", f"{slowest.prefix_seconds * 1e3:.2f}"),
         ("rest of the step, ms", f"{slowest.suffix_seconds * 1e3:.2f}"),
-        ("reading, ms a batch", f"{max(rank.read_seconds for rank in ranks) * 1e3:.2f}"),
-        ("storing, ms a batch", f"{max(rank.write_seconds for rank in ranks) * 1e3:.2f}"),
-        ("epochs left, at this cut", f"{slowest.epochs_left:.1f}, {slowest.epochs_until_move:.1f}"),
+        ("reading the cache, ms per batch", f"{max(rank.read_seconds for rank in ranks) * 1e3:.2f}"),
+        ("writing the cache, ms per batch", f"{max(rank.write_seconds for rank in ranks) * 1e3:.2f}"),
+        ("epochs left: in all, at this cut", f"{slowest.epochs_left:.1f}, {slowest.epochs_until_move:.1f}"),
         ("GiB to store, all ranks", f"{needed / GIB:.3f}"),
         ("GiB allowed", "no limit" if limit_bytes is None else f"{limit_bytes / GIB:.3f}"),
-        ("seconds saved, predicted", f"{saved:.1f}"),
+        ("predicted saving, seconds", f"{saved:.1f}"),
         ("decision", reason),
     ]
     if does_not_fit or any(rank.num_bytes > rank.memory_bytes for rank in ranks):
@@ -433,5 +434,5 @@ def _table(
     views = max(rank.views for rank in ranks)
     if views > 1 and (does_not_fit or any(rank.epochs_left <= 2 * rank.views for rank in ranks)):
         fewer = f"--augment views:{views // 2} would need {needed * (views // 2) / views / GIB:.3f} GiB"
-        rows.append(("advice", f"{fewer} and fill sooner"))
+        rows.append(("advice", f"{fewer} and be complete sooner"))
     return tuple(rows)

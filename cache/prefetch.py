@@ -1,4 +1,4 @@
-"""Reading ahead in a known order, once reading turns out to be slow enough to be worth a thread."""
+"""Prefetches announced rows in a thread, once reading has turned out to be slow."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HANDOVER_SECONDS = 0.0005
 BYTES_PER_SECOND = 4e9
 AVERAGED_READS = 4
 DEPTH = 2
-"""Batches that are read ahead."""
+"""Batches that are prefetched."""
 
 Found = tuple[Level, Tensor]
-"""The level of the rows that are cached for a batch, and these, (batch_rows, ...)."""
+"""The level of a batch's cached rows, and the rows, (batch_rows, ...)."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A batch that is asked for: its samples and views, their keys, padded, and where the rows lie if that is known."""
+    """A requested batch: samples and views, padded keys, and the location of the rows if known."""
 
     sample_ids: Keys
     views: Keys
@@ -37,13 +37,13 @@ class Request:
     found: tuple[Level, RowLocation] | None = None
 
     def is_for(self, sample_ids: Keys, views: Keys) -> bool:
-        """Tell whether this is the request for that batch."""
+        """Return True if this is the request for that batch."""
         same = self.sample_ids is sample_ids and self.views is views
         return same or (np.array_equal(self.sample_ids, sample_ids) and np.array_equal(self.views, views))
 
 
 def requests_for(batches: Sequence[tuple[Keys, Keys]], *, pad: Callable[[Keys], Keys]) -> list[Request]:
-    """Return requests for (sample ids, views), keys packed at once, which is several times faster than one by one."""
+    """Return requests for (sample ids, views); packing all keys at once is several times faster."""
     if not batches:
         return []
     keys = pack_keys(*(np.concatenate(column) for column in zip(*batches, strict=True)))
@@ -52,10 +52,10 @@ def requests_for(batches: Sequence[tuple[Keys, Keys]], *, pad: Callable[[Keys], 
 
 
 class Prefetcher:
-    """Reads announced batches before they are asked for, which changes nothing of what is read.
+    """Reads announced batches ahead of their use, without changing the result.
 
     Attributes:
-        upcoming: requests that were announced and not taken yet.
+        upcoming: announced requests that were not used yet.
     """
 
     def __init__(self, levels: Levels) -> None:
@@ -65,7 +65,7 @@ class Prefetcher:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-reader")
 
     def announce(self, requests: Sequence[Request]) -> None:
-        """Expect these from now on, in this order."""
+        """Announce these requests, in order."""
         self.forget()
         self.upcoming = deque(requests)
         self.look_up()
@@ -75,7 +75,7 @@ class Prefetcher:
         return self.upcoming[0] if self.upcoming and self.upcoming[0].is_for(sample_ids, views) else None
 
     def take(self, request: Request) -> Found | None:
-        """Return the cached activations for `request`, None when some are missing; one not announced disturbs nothing.
+        """Return the cached activations for `request`, None if some are missing; also works for requests not announced.
 
         Raises:
             CacheFault: a file cannot be trusted any more.
@@ -90,7 +90,7 @@ class Prefetcher:
         return result
 
     def forget(self) -> None:
-        """Drop what was read ahead or looked up: the stores are about to change. The announced order stands."""
+        """Drop prefetched rows and locations before the stores change. The announced order is kept."""
         while self._started:
             future = self._started.pop()
             if not future.cancel():
@@ -99,7 +99,7 @@ class Prefetcher:
             request.found = None
 
     def look_up(self) -> None:
-        """Find the announced rows beforehand; `forget` undoes it."""
+        """Locate the announced rows in advance; `forget` undoes it."""
         found = self._levels.locate_batches([request.keys for request in self.upcoming])
         for request, place in zip(self.upcoming, found, strict=True):
             request.found = place

@@ -1,4 +1,4 @@
-"""The rows of one fingerprint: those in published files, compared before use, and those that this process adds."""
+"""The rows of one fingerprint: those of published files, compared before use, and rows added by this process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Part = ActivationFile | FileWriter
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Where the rows of a batch lie: (part, positions in the batch, row numbers) for each part that has some."""
+    """The location of a batch's rows: (part, positions in the batch, row numbers) for each part."""
 
     num_rows: int
     pieces: Sequence[tuple[Part, Tensor | slice, Tensor]]
 
     @classmethod
     def of(cls, numbers: Keys, rows: Keys, *, among: Sequence[Part]) -> RowLocation:
-        """Return the place with row `rows[i]` of part `among[numbers[i]]` at each position i."""
+        """Return the location with row `rows[i]` of part `among[numbers[i]]` at each position i."""
         if len(among) == 1 or (numbers == numbers[0]).all():
             return cls(len(rows), ((among[numbers[0]], WHOLE, torch.from_numpy(rows)),))
         pieces = []
@@ -48,7 +48,7 @@ class RowLocation:
         return cls(len(rows), pieces)
 
     def read(self) -> Tensor:
-        """Return the rows (num_rows, elements) as they are stored; raises CacheFault as the parts' `read`."""
+        """Return the rows (num_rows, elements) in the stored type; raises CacheFault like the parts' `read`."""
         (part, where, rows), *others = self.pieces
         raw = part.read(rows)
         if others:
@@ -60,12 +60,12 @@ class RowLocation:
 
 
 MOST_DIFFERENT = 1 / 32
-"""Relative difference that other threads or batch shapes may make; another prefix makes one of about 1."""
+"""Largest relative difference that other threads or batch shapes may cause; another prefix causes about 1."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of a file's rows: their keys and row numbers, (rows,), and whether they must have the bits of this run's."""
+    """A sample of a file's rows: keys and row numbers, (rows,), and whether they must have the bits of this run."""
 
     file: ActivationFile
     keys: Keys
@@ -73,13 +73,13 @@ class Sample:
     exact: bool
 
     def compare(self, computed: Tensor, *, like: Tensor, batch_invariant: bool) -> None:
-        """Refuse the file where its rows are not `computed`, a part of the whole forward `like`."""
+        """Raise CacheFault if the file's rows differ from `computed`, a part of the whole forward pass `like`."""
         row_format = self.file.manifest.row
         ours = RowFormat.of(like, stored=row_format.stored)
         if not row_format.same_rows(ours):
             raise CacheFault(
-                f"cache file {self.file.path} refused: it holds rows of {row_format}, this run computes {ours}; "
-                "remove it or give another --cache-dir or directory="
+                f"cache file {self.file.path} refused: it stores rows of {row_format}, this run computes {ours}; "
+                "remove it, or choose another --cache-dir or directory="
             )
         theirs, mine = self.file.read(torch.from_numpy(self.rows)), row_format.pack(computed)
         if torch.equal(bytes_of(mine), bytes_of(theirs)):
@@ -87,24 +87,23 @@ class Sample:
         difference = _relative_difference(mine, theirs)
         if (batch_invariant and self.exact) or not difference <= MOST_DIFFERENT:
             raise CacheFault(
-                f"cache file {self.file.path} refused: its rows are not what this run computes (relative difference "
-                f"{difference:.2g} in {len(self.rows)} rows compared), though its fingerprint says so; remove it or "
-                "give another --cache-dir or directory="
+                f"cache file {self.file.path} refused: its fingerprint matches, but its rows differ from those of "
+                f"this run (relative difference {difference:.2g} in {len(self.rows)} compared rows); remove it, or "
+                "choose another --cache-dir or directory="
             )
 
 
 def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of a row, as a part of its norm; NaN where either holds one."""
+    """Return the largest difference of a row relative to its norm; NaN if either contains NaN."""
     ours, theirs = ours.double(), theirs.double()
     norms = ours.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((ours - theirs).norm(dim=1) / norms).max())
 
 
 class Store:
-    """The rows of one fingerprint: those in published files, and those that this process adds.
+    """The rows of one fingerprint: those of published files, and rows added by this process.
 
-    `locate` and `read_at` may be called from any thread, everything else from one. Row order is never the caller's
-    business.
+    `locate` and `read_at` may be called from any thread, everything else from one. Callers need not know the row order.
     """
 
     def __init__(
@@ -122,25 +121,28 @@ class Store:
         owner: str = "",
         disk: Disk | None = None,
     ) -> None:
-        """Open the files that are there; they start to be verified in the background.
+        """Open the existing files; they are verified in the background.
 
         Args:
-            directory: made if absent.
-            fingerprint: of every row.
-            owned_keys: keys (rows,) that this process may add; a file is allocated for as many as are missing.
-            shard: "RofN", names the file that this process writes.
-            batch_rows: rows of a forward, for the strides of the rows that are read.
-            stored: type in the file; None is the type that is appended.
-            shared: also serve rows outside of `owned_keys`, from files of other ranks, which are not verified at once,
-                but when they are first read or by `verify_share`.
-            private: refuse files that are not this user's own.
-            budget: pays for the files that are allocated.
-            owner: names the run; `delete` removes files of the same owner only, and without one those that this made.
-            disk: how fast it is.
+            directory: created if absent.
+            fingerprint: the fingerprint of every row.
+            owned_keys: keys (rows,) that this process may add; a file is allocated for the missing ones.
+            shard: "RofN", part of the name of the file that this process writes.
+            batch_rows: rows of a forward pass, for the strides of the rows that are read.
+            stored: type in the file; None is the type of appended rows.
+            shared: also use rows outside of `owned_keys`, from files of other ranks. These are verified when they are
+                first
+                read, or by `verify_share`.
+            private: refuse files of other users.
+            budget: limit that allocated files count towards.
+            owner: the run's name; `delete` removes files of the same owner only, and without a name those of this
+                object.
+            disk: the disk's speed.
 
         Raises:
-            CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one, or the directory
-                cannot be made.
+            CacheFault: a file with this fingerprint is damaged, unsafe or belongs to another one, or the directory
+                cannot be
+                created.
         """
         self.fingerprint, self.shared, self.waiting = fingerprint, shared, False
         self.path = path_of(directory, fingerprint, shard=shard)
@@ -165,7 +167,7 @@ class Store:
 
     @property
     def complete(self) -> bool:
-        """Whether none of the owned rows is missing."""
+        """Whether all owned rows are stored."""
         return self._num_missing == 0
 
     @property
@@ -175,28 +177,28 @@ class Store:
 
     @property
     def num_present(self) -> int:
-        """Owned rows that are there."""
+        """Number of owned rows that are stored."""
         return len(self.owned_keys) - self._num_missing
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the owned rows that are there."""
+        """Bytes of the owned rows that are stored."""
         return self.num_present * self.row.row_bytes if self.row else 0
 
     def missing(self, keys: Keys) -> Mask:
-        """Tell for each of `keys` (rows,) whether its row is not there."""
+        """Return for each of `keys` (rows,) whether its row is missing."""
         return self._index.missing(keys)
 
     def missing_owned(self, keys: Keys) -> Mask:
-        """Tell for each of `keys` (rows,) whether its row is not there, and may be added."""
+        """Return for each of `keys` (rows,) whether its row is missing and may be added."""
         return self.missing(keys) & contains(self.owned_keys, keys)
 
     def locate(self, keys: Keys) -> RowLocation | None:
-        """Return where the rows of `keys` lie, for good; None when one is missing."""
+        """Return the location of the rows of `keys`, which stays valid; None if one is missing."""
         return self.locate_batches([keys])[0]
 
     def locate_batches(self, batches: Sequence[Keys]) -> list[RowLocation | None]:
-        """Return the place of each of `batches`, looked up at once, which is several times faster."""
+        """Return the location of each of `batches`, in one lookup, which is several times faster."""
         parts, rows = self._index.locate(np.concatenate(batches))
         stops = np.cumsum([len(keys) for keys in batches]).tolist()
         starts = [0, *stops[:-1]]
@@ -216,15 +218,15 @@ class Store:
         return self.row.unpack(place.read(), batch_rows=self._batch_rows)
 
     def append(self, keys: Keys, batch: Tensor, *, exact: bool = True) -> int:
-        """Add those of `keys` (rows,) that are missing and owned; return how many.
+        """Add the rows of `keys` (rows,) that are missing and owned; return how many.
 
-        `batch` is a whole forward (batch_rows, ...), of which the first rows belong to `keys` and the rest to nobody;
-        the caller may change it as soon as this returns. A full file is published. While another process is making
-        the file, or has published rows of it since the last look, nothing is added: `waiting` is true until `refresh`
-        looks again.
+        `batch` is a whole forward pass (batch_rows, ...). Its first rows belong to `keys`, the rest is padding. The
+        caller may change it as soon as this returns. A complete file is published. If another process is writing the
+        file, or has published rows of it since the last refresh, nothing is added, and `waiting` is True until
+        `refresh`.
 
         Raises:
-            CacheFault: the file cannot be made, or an earlier write has failed.
+            CacheFault: the file cannot be created, or an earlier write has failed.
         """
         chosen = self._wanted(keys)
         if self.waiting or len(chosen) == 0:
@@ -248,7 +250,7 @@ class Store:
         return len(chosen)
 
     def refresh(self) -> None:
-        """Take in files published since; other ranks' only where rows are missing, or all of them if shared."""
+        """Open files published meanwhile; those of other ranks only if rows are missing, or all if shared."""
         self.waiting = False
         if self.shared:
             files = list(self._new_files())
@@ -263,18 +265,18 @@ class Store:
                     return
 
     def to_compare(self) -> Keys:
-        """Return keys, at most a batch, of rows that must be computed for `compare` before files are used; or none."""
+        """Return the keys, at most a batch, of rows to compute for `compare` before files are used; may be empty."""
         return np.concatenate([np.empty(0, np.int64), *(sample.keys for sample in self._next_samples())])
 
     def compare(self, batch: Tensor, *, batch_invariant: bool) -> None:
-        """Compare the rows of `to_compare` with `batch`, (batch_rows, ...), as computed for them, the rest padding.
+        """Compare the rows of `to_compare` with `batch`, (batch_rows, ...), their computed values and padding.
 
         Args:
-            batch: rounded as it would be for a file.
-            batch_invariant: a row's bits do not depend on its place in a batch, so that an exact file must have them.
+            batch: rounded as for a file.
+            batch_invariant: a row's bits do not depend on its place in a batch, so an exact file must have them.
 
         Raises:
-            CacheFault: a file holds other rows than its fingerprint says.
+            CacheFault: the rows of a file do not match its fingerprint.
         """
         first = 0
         for sample in self._next_samples():
@@ -284,7 +286,7 @@ class Store:
         del self._to_compare[: self._batch_rows]
 
     def verify_share(self, rank: int, size: int) -> dict[str, str]:
-        """Verify this rank's share of the files in use; return their names with the digests that `accept` asks for.
+        """Verify this rank's share of the files in use; return their names and digests for `accept`.
 
         Raises:
             CacheFault: one of them is damaged.
@@ -295,22 +297,22 @@ class Store:
         return {file.path.name: file.digest for file in mine}
 
     def accept(self, verified: Mapping[str, str]) -> None:
-        """Take files for verified that `verify_share` of other ranks has returned; others are when first read."""
+        """Mark files that `verify_share` of other ranks returned as verified; others are at the first read."""
         for file in self._adopted:
             file.accept(verified.get(file.path.name, ""))
 
     def publish(self) -> None:
-        """Publish the rows added so far, even if more are to come; return when they are safe.
+        """Publish the rows added so far, even if more will follow; return when they are safe.
 
         Raises:
-            CacheFault: something could not be written.
+            CacheFault: a row could not be written.
         """
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close(keep=True)
 
     def close(self) -> None:
-        """Publish the rows that were added and stop; raise as `publish` does."""
+        """Publish the added rows and stop; raises like `publish`."""
         self._verifier.shutdown(wait=True, cancel_futures=True)
         self.publish()
 
@@ -323,7 +325,7 @@ class Store:
                 part.delete(self._budget)
 
     def discard(self) -> None:
-        """Stop and remove what is not published yet; whatever is wrong with it no longer matters."""
+        """Stop and remove what is not published yet, ignoring its errors."""
         self._verifier.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -331,13 +333,13 @@ class Store:
                 writer.close(keep=False)
 
     def _wanted(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the positions in `keys` (rows,) of the rows that are to be added, each once."""
+        """Return the positions in `keys` (rows,) of the rows to add, each once."""
         new = self.missing_owned(keys)
         first: npt.NDArray[np.intp] = np.flatnonzero(new)[np.unique(keys[new], return_index=True)[1]]
         return first
 
     def _next_samples(self) -> list[Sample]:
-        """Return files to compare with a few rows of each, at most a batch, spread over what they hold."""
+        """Return files to compare, with a few rows of each, spread over the file and at most a batch in all."""
         samples = self._to_compare[: self._batch_rows]
         chosen = []
         for sample in samples:
@@ -347,7 +349,7 @@ class Store:
         return chosen
 
     def _new_files(self) -> Iterator[ActivationFile]:
-        """Yield the files that are not in use yet, this process's own first, opened one after another."""
+        """Open and yield the files that are not in use yet, this process's own first."""
         for path in sorted(files_of(self._directory, self.fingerprint), key=lambda path: path != self.path):
             if not any(part.is_at(path) for part in self._parts) and (file := self._open(path)):
                 yield file
@@ -361,7 +363,7 @@ class Store:
         if len(wanted) == 0:
             return
         if self.row is not None and not self.row.same_rows(file.manifest.row):
-            logger.info("cache file %s not used: its rows are laid out in another way", file.path)
+            logger.info("cache file %s not used: its rows have another memory layout", file.path)
             return
         self.row = self.row or file.manifest.row
         own = wanted[contains(self.owned_keys, file.keys[wanted])]
@@ -377,16 +379,15 @@ class Store:
         self._num_missing -= len(own)
 
     def _start_writer(self, row: RowFormat) -> None:
-        """Begin the file for what is missing, unless another job is doing so or has published some of it meanwhile.
+        """Start the file for missing rows, unless another job is writing it or has published some of them meanwhile.
 
-        Only under the lock is it certain which file has the name. A row of it that counted as missing would be stored
-        twice, and the new file be refused for good. And rows are compared before they are used, which only who looks
-        for them can do.
+        Only under the lock it is certain which file has the name. Otherwise a published row could be stored twice, and
+        the new file would be refused forever. Published rows must also be compared before use, which `refresh` starts.
         """
         try:
             lock = take_lock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self._owner)
         except CacheBusy as busy:
-            logger.warning("%s; its rows are computed until they are there", busy)
+            logger.warning("%s; its rows are computed until the file is complete", busy)
             self.waiting = True
             return
         try:
@@ -402,12 +403,12 @@ class Store:
             raise
 
     def _has_news(self, row: RowFormat) -> bool:
-        """Tell whether others have published rows since the last look that are missing here."""
+        """Return True if other jobs have published missing rows since the last refresh."""
         alike = (file for file in self._new_files() if file.manifest.row.same_rows(row))
         return any(self.missing_owned(file.keys).any() for file in alike)
 
     def _new_writer(self, lock: FileLock, row: RowFormat) -> FileWriter:
-        """Return a writer of a file with the rows of the one that it will replace, and space for those missing."""
+        """Return a writer for a file with the rows of the one that it replaces, and room for the missing ones."""
         own = self._open(self.path)
         self._refuse_unlike(row, own.manifest.row if own else None)
         exact = self.exact and (own is None or self.fingerprint.is_exact(own.manifest.fingerprint))
@@ -434,4 +435,4 @@ class Store:
 
     def _refuse_unlike(self, row: RowFormat, known: RowFormat | None) -> None:
         if known is not None and not known.same_rows(row):
-            raise CacheFault(f"cache file {self.path} holds rows of {known}, this run computes {row}: remove it")
+            raise CacheFault(f"cache file {self.path} stores rows of {known}, this run computes {row}; remove it")

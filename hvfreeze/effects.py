@@ -1,6 +1,6 @@
-"""Settings that have no effect on a run's data, on its ranks or in its time, of which the user is told.
+"""Finds settings without effect on a run's data, ranks or length, and tells the user.
 
-Settings that no run with the other ones reads are refused before, see `hvfreeze.config.section.Alternative`.
+Settings that no run with the other settings reads are refused before, see `hvfreeze.config.section.Alternative`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True)
 class Stretch:
-    """A kind of work that a run may come to."""
+    """A kind of work that a run may do."""
 
     config: Config
     steps: int = 0
-    """Optimizer steps, about; 0 where a head is fitted."""
+    """Approximate number of optimizer steps; 0 if a head is fitted."""
     steps_per_epoch: int = 1
 
     @property
@@ -33,190 +33,193 @@ class Stretch:
 
     @property
     def epochs(self) -> int:
-        """Epochs, the last perhaps cut short."""
+        """Number of epochs; the last may be incomplete."""
         return -(-self.steps // self.steps_per_epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run is going to do, as far as settings may have an effect on it."""
+    """The parts of a run's plan that settings may affect."""
 
     config: Config
-    """The run's, resolved."""
+    """The resolved settings of the run."""
     asked: Config
-    """As the user gave it."""
+    """The settings as given by the user."""
     parts: Sequence[Stretch]
-    """What it may come to."""
+    """The work that the run may do."""
     ranks: int
     replicas: int
-    """Which share the samples."""
+    """Number of replicas, which share the samples."""
     flips: bool
-    """Whether a mirrored image of the data set still shows its class."""
+    """Whether a horizontally flipped image of the data set still belongs to its class."""
     side: int
-    """The shorter side of the images in pixels, as they are read."""
+    """Shorter side of the images in pixels, as they are read."""
     decodes: bool
-    """Whether the data set's images are decoded from files, or made by code."""
+    """Whether the data set's images are decoded from files."""
     oblong: bool = False
-    """Whether any image that was looked at is not square."""
+    """Whether any sampled image is not square."""
     transparent: bool = False
     """Whether any image may have transparent parts."""
     normalises: bool = False
-    """Whether a block that is not frozen from the start on has BatchNorm."""
+    """Whether a block that is not always frozen has BatchNorm."""
     gives_tokens: bool = False
     """Whether a block gives tokens; looked for where --tokens was given."""
 
     @property
     def trained(self) -> list[Stretch]:
-        """What makes optimizer steps."""
+        """The stretches with optimizer steps."""
         return [part for part in self.parts if not part.solves]
 
     @property
     def solved(self) -> list[Stretch]:
-        """What fits a head."""
+        """The stretches that fit a head."""
         return [part for part in self.parts if part.solves]
 
     @property
     def solves_alone(self) -> str:
-        """Why nothing is trained."""
+        """The reason why nothing is trained."""
         config = self.config
         if not config.freeze.auto:
-            return "the head is solved, and no step of training is made"
+            return "the head is fitted and there are no training steps"
         timed = config.run.budget_seconds() is not None
-        limit = "--time-budget has time" if timed else f"--epochs ({config.optimizer.epochs}) has room"
-        return f"{limit} for solving the head alone"
+        limit = "--time-budget leaves time" if timed else f"--epochs ({config.optimizer.epochs}) leaves room"
+        return f"{limit} only for fitting the head"
 
     @property
     def evaluations(self) -> int:
-        """How many there are, where one part is all."""
+        """Number of evaluations of a run with one stretch."""
         (part,) = self.parts
         epochs = max(1, part.epochs)
         return sum(epoch == epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(epochs))
 
 
 class InPart(str):
-    """Why a setting has not the whole of its effect."""
+    """The reason why a setting has only a part of its effect."""
 
 
 Found = str | None
-"""None where a plan has what reads a setting, else why the setting has no effect."""
+"""None if the plan uses a setting, else the reason why it has no effect."""
 Reader = Callable[[Plan, Any], Found]
-"""(plan, the setting's value) -> whether it is read."""
+"""(plan, the setting's value) -> Found."""
 
 
 def unless(there: bool, why: str) -> Found:
-    """Return `why` where something is not there."""
+    """Return `why` unless the setting is used."""
     return None if there else why
 
 
 def steps(plan: Plan, value: Any) -> Found:
-    """Look for optimizer steps."""
+    """Check settings of optimizer steps, which need training."""
     return unless(bool(plan.trained), plan.solves_alone)
 
 
 def epochs(plan: Plan, value: int) -> Found:
-    """Look for something that is repeated as often as --epochs says."""
+    """Check --epochs, which needs something that is repeated."""
     if plan.config.run.budget_seconds() is not None:
-        return "--time-budget chooses the steps"
+        return "--time-budget determines the number of steps"
     if plan.config.freeze.auto:
         return unless(bool(plan.trained) or value == 1, plan.solves_alone)
     return steps(plan, value)
 
 
 def ranks(plan: Plan, value: Any) -> Found:
-    """Look for more than one rank."""
-    return unless(plan.ranks > 1, "there is one rank")
+    """Check settings of ranks, which need more than one rank."""
+    return unless(plan.ranks > 1, "there is only one rank")
 
 
 def shards(plan: Plan, value: Any) -> Found:
-    """Look for several shards of the training samples."""
-    return ranks(plan, value) or unless(plan.replicas > 1, "all ranks work on the same samples")
+    """Check settings of shards, which need several shards of the training samples."""
+    return ranks(plan, value) or unless(plan.replicas > 1, "all ranks train on the same samples")
 
 
 def order(plan: Plan, value: Any) -> Found:
-    """Look for an order in which samples are met."""
+    """Check settings of the order of samples, which need training or shards."""
     return None if plan.trained else shards(plan, value) and plan.solves_alone
 
 
 def views(plan: Plan, value: str) -> Found:
-    """Look for training, or for fixed views: hvfreeze auto solves a head on each sample as it is without them."""
+    """Check settings of views, which need training or fixed views: hvfreeze auto may fit a head without views."""
     read = bool(plan.trained) or not plan.config.freeze.auto or value.startswith("views")
-    return unless(read, "a head is solved on each sample as it is, or on fixed views, as with --augment views:K")
+    return unless(read, "a head is fitted to the original images, or to the fixed views of --augment views:K")
 
 
 def flips(plan: Plan, value: Any) -> Found:
-    """Look for mirror images: among views that are drawn, or beside every sample that a head is solved on."""
+    """Check --flips, which needs augmented views, or a head that is fitted to each image and its flip."""
     if not plan.flips:
-        return f"the mirror image of a sample of {plan.config.data.data} need not show its class"
+        return f"a flipped image of {plan.config.data.data} may not belong to the same class"
     drawn = any(part.config.data.augment != "none" for part in plan.trained)
-    return unless(drawn or bool(plan.solved), "no view is drawn: every sample is shown as it is")
+    return unless(drawn or bool(plan.solved), "no augmented views are drawn")
 
 
 def oblong_images(plan: Plan, value: str) -> Found:
-    """Look for images that are not square, and are made so."""
+    """Check --fit, which needs images that are not square and are made square."""
     sized = plan.config.data.image_size is not None
-    return unless(sized and plan.oblong, "no image is made square" if not sized else "images are square already")
+    return unless(
+        sized and plan.oblong, "images keep their shape without --image-size" if not sized else "all images are square"
+    )
 
 
 def background(plan: Plan, value: str) -> Found:
-    """Look for images with transparent parts, or such that are padded."""
+    """Check --background, which needs images with transparent parts, or padding."""
     padded = plan.config.data.fit == "pad" and plan.oblong
-    return unless(plan.transparent or padded, "no image has transparent parts, and none is padded")
+    return unless(plan.transparent or padded, "no image is transparent or padded")
 
 
 def warmup(plan: Plan, value: int) -> Found:
-    """Look for steps enough for a warm-up to end."""
+    """Check --lr-warmup, which needs enough steps to end."""
     made = max(part.steps for part in plan.trained)
     return unless(
-        value <= made, InPart(f"training has {plural(made, 'step')}, and ends at {made / max(value, 1):.2g} of --lr")
+        value <= made, InPart(f"training has {plural(made, 'step')} and ends at {made / max(value, 1):.2g} of --lr")
     )
 
 
 def exchange(plan: Plan, value: str) -> Found:
-    """Look for gradients that travel, and so many that they are compressed."""
+    """Check --compression, which needs an exchange of gradients, and enough steps to start."""
     made = max(part.steps for part in plan.trained)
     begins = value.startswith(("powersgd", "auto"))
     enough = unless(
-        not begins or made > UNCOMPRESSED_STEPS, f"it begins after {UNCOMPRESSED_STEPS} steps, and training has {made}"
+        not begins or made > UNCOMPRESSED_STEPS,
+        f"compression starts after {UNCOMPRESSED_STEPS} steps, and training has {made}",
     )
     return shards(plan, value) or enough
 
 
 def larger_images(plan: Plan, value: int) -> Found:
-    """Look for images that are scaled down before they are cropped."""
+    """Check --resize, which needs images that are scaled down before they are cropped."""
     why = f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped"
     return unless(value <= plan.side, InPart(why))
 
 
 def decoding(plan: Plan, value: bool) -> Found:
-    """Look for images that are decoded from files."""
-    return unless(plan.decodes, f"no image of {plan.config.data.data} is decoded from a file of its own")
+    """Check --skip-bad, which needs images that are decoded from files."""
+    return unless(plan.decodes, f"{plan.config.data.data} has no image files to decode")
 
 
 def sharing(plan: Plan, value: bool) -> Found:
-    """Look for ranks, or later runs, to share files with."""
-    return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is one rank")
+    """Check --cache-shared, which needs several ranks, or later runs, to share files with."""
+    return unless(plan.ranks > 1 or plan.config.cache.cache_dir is not None, "there is only one rank")
 
 
 def recipe(plan: Plan, value: str) -> Found:
-    """Look for views that are drawn."""
+    """Check --recipe, which needs augmented views."""
     drawn = any(part.config.data.augment != "none" and part.config.data.recipe == value for part in plan.parts)
-    return unless(drawn, "no view is drawn: every sample is shown as it is")
+    return unless(drawn, "no augmented views are drawn")
 
 
 def scored(plan: Plan, *, shadows: bool) -> Found:
-    """Return why no criterion of training is asked, those without effect among them where `shadows` says so."""
+    """Return why no criterion is evaluated in training; with `shadows`, shadow criteria count."""
     config = plan.config
     if not plan.trained:
         return plan.solves_alone
     parts = [part for part in plan.trained if part.config.freeze.votes]
     parts += [part for part in plan.trained if shadows and part.config.freeze.shadow_names()]
     if not parts:
-        return "nothing is voted on: " + (
-            "--auto-without leaves votes out" if config.freeze.auto else f"--freeze is {config.freeze.freeze}"
+        return "there are no votes: " + (
+            "--auto-without turns votes off" if config.freeze.auto else f"--freeze is {config.freeze.freeze}"
         )
     found = [(first_vote(part), part.steps) for part in parts]
     first, made = found[0]
-    late = f"no vote is held: the first would be after step {first}, and training has {made}; "
+    late = f"there are no votes: the first would follow step {first}, and training has {made} steps; "
     late += "lower --freeze-warmup or --interval, or raise --epochs"
     return unless(any(first < made for first, made in found), late)
 
@@ -230,40 +233,43 @@ def first_vote(part: Stretch) -> int:
 
 
 def cadence(plan: Plan, value: int) -> Found:
-    """Look for votes, which may be too late to be held."""
+    """Check settings of the vote schedule, which need votes, which may be too late to be held."""
     why = scored(plan, shadows=True)
     asked = any(part.config.freeze.votes or part.config.freeze.shadow_names() for part in plan.trained)
     return InPart(why) if why and asked else why
 
 
 def shadows(plan: Plan, value: str) -> Found:
-    """Look for criteria beside the one that decides."""
+    """Check --shadow, which needs criteria other than the deciding one."""
     others = set(value.split(",")) - {part.config.freeze.freeze for part in plan.trained}
-    return scored(plan, shadows=True) or unless(bool(others), f"{value} decides, and is logged as that")
+    return scored(plan, shadows=True) or unless(bool(others), f"{value} already decides the votes")
 
 
 def voters(plan: Plan, value: Any) -> Found:
-    """Look for several voters."""
-    return scored(plan, shadows=True) or unless(plan.replicas > 1, "there is one voter")
+    """Check settings of the vote count, which need several voters."""
+    return scored(plan, shadows=True) or unless(plan.replicas > 1, "there is only one voter")
 
 
 def signal(plan: Plan, value: Any) -> Found:
-    """Look for gradients of a rank that differ from their average, or are clipped."""
+    """Check --signal, which needs gradients of a rank that differ from their average, or are clipped."""
     alone = plan.replicas == 1 and plan.config.optimizer.clip_grad is None
-    return scored(plan, shadows=True) or unless(not alone, "one rank's gradients are their own average")
+    return scored(plan, shadows=True) or unless(not alone, "with one rank, the average is its own gradient")
 
 
 def cached_rows(plan: Plan, value: Any) -> Found:
-    """Look for rows that are worth keeping: output of frozen blocks, of views that come again."""
+    """Check --cache, which needs rows worth storing: output of frozen blocks for views that repeat."""
     if value == "off":
         return None
-    config, why = plan.config, "no block is ever frozen whose output could be kept"
+    config, why = plan.config, "no block is frozen, so there is no output to cache"
     if config.data.shuffle == "global" and not config.cache.cache_shared and plan.replicas > 1:
-        return "with --shuffle global ranks meet each other's samples, and rows are not shared: pass --cache-shared"
+        return (
+            "with --shuffle global each rank trains on samples of other ranks, and the cache is not shared; add "
+            "--cache-shared"
+        )
     for part in plan.parts:
         freeze = part.config.freeze
         if not part.config.data.cacheable():
-            why = "with --augment fresh no view comes again"
+            why = "--augment fresh never repeats a view"
         else:
             frozen = freeze.cut or (freeze.votes and first_vote(part) < part.steps)
             if part.solves or config.strategy.has_trunk(config) or frozen:
@@ -272,24 +278,24 @@ def cached_rows(plan: Plan, value: Any) -> Found:
 
 
 def redealing(plan: Plan, value: str) -> Found:
-    """Look for ranks that run out of work, because their blocks freeze."""
+    """Check --redeal, which needs ranks that become idle because their blocks freeze."""
     frozen = plan.config.freeze.cut or scored(plan, shadows=False) is None
-    return unless(value == "off" or bool(frozen), "no block is ever frozen")
+    return unless(value == "off" or bool(frozen), "no block is frozen")
 
 
 def optional_evaluations(plan: Plan, value: Any) -> Found:
-    """Look for epochs after which an evaluation may be left out."""
+    """Check --evaluate-every, which needs epochs whose evaluation may be skipped."""
     always = 0 if plan.config.freeze.auto else 1
-    return unless(sum(part.epochs for part in plan.trained) > always, "every epoch is evaluated that there is")
+    return unless(sum(part.epochs for part in plan.trained) > always, "every epoch is evaluated anyway")
 
 
 def patience(plan: Plan, value: int) -> Found:
-    """Look for evaluations enough to find nothing better so many times in a row."""
+    """Check --early-stop, which needs enough evaluations."""
     if plan.evaluations == 1:
-        return "there is one evaluation"
+        return "there is only one evaluation"
     return unless(
         value < plan.evaluations - 1,
-        f"there are {plan.evaluations} evaluations, of which the first is always the best so far",
+        f"there are {plan.evaluations} evaluations, and the first is always the best so far",
     )
 
 
@@ -310,7 +316,7 @@ FOUND: dict[str, Reader] = {
     "freeze": lambda plan, value: scored(plan, shadows=False) if plan.config.freeze.votes else None,
     "freeze_warmup": cadence,
     "interval": cadence,
-    "keep": lambda plan, value: unless(value == "last" or plan.evaluations > 1, "there is one evaluation"),
+    "keep": lambda plan, value: unless(value == "last" or plan.evaluations > 1, "there is only one evaluation"),
     "lr_warmup": warmup,
     "partition": shards,
     "quorum": voters,
@@ -323,15 +329,15 @@ FOUND: dict[str, Reader] = {
     "shuffle": order,
     "signal": signal,
     "skip_bad": decoding,
-    "statistics": lambda plan, value: unless(plan.normalises, "no block that trains has BatchNorm"),
+    "statistics": lambda plan, value: unless(plan.normalises, "no trained block has BatchNorm"),
     "tokens": lambda plan, value: unless(plan.gives_tokens, "no block gives tokens"),
     "vote_weight": voters,
 }
-"""By setting. What is not here has an effect wherever it is known, or what its alternatives say below."""
+"""Checks by setting. Other settings always have an effect, or that of their alternatives below."""
 
 
 def unread(plan: Plan, leaf: str, value: Any) -> Found:
-    """Return why a setting has no effect on a run."""
+    """Return why a setting has no effect on a run, None if it has."""
     section, field, _ = leaves()[leaf]
     if section == "strategy" and leaf != "strategy":
         found = plan.config.strategy.unread(leaf, ranks=plan.ranks)
@@ -344,14 +350,16 @@ def unread(plan: Plan, leaf: str, value: Any) -> Found:
 
 
 def without_effect(plan: Plan) -> list[str]:
-    """Return a line for each reason for which some of the settings that were given do nothing."""
+    """Return a line for each reason why some of the given settings have no effect."""
     values = settings_of(plan.asked)
-    told: dict[str, list[str]] = {}
+    found: dict[tuple[bool, str], list[str]] = {}
     for name in leaves():
         if name in plan.asked.given and values.get(name) is not None:
             why = unread(plan, name, values[name])
             if why is not None:
                 shown = "" if isinstance(values[name], bool) else f" ({values[name]})"
-                how = f"{'not the whole' if isinstance(why, InPart) else 'no'} effect of {{flags}}, because {why}"
-                told.setdefault(how, []).append(flag_of(name) + shown)
-    return [how.replace("{flags}", ", ".join(flags)) for how, flags in told.items()]
+                found.setdefault((isinstance(why, InPart), why), []).append(flag_of(name) + shown)
+    return [
+        f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} {'limited' if in_part else 'no'} effect: {why}"
+        for (in_part, why), flags in found.items()
+    ]

@@ -1,57 +1,57 @@
-"""The ways in which a run can end badly, each with the exit code that scripts rely on."""
+"""Errors of hvfreeze, each with an exit code that scripts may rely on."""
 
 from __future__ import annotations
 
 from typing_extensions import Self
 
 EXIT_CODES = """exit codes:
-  0 done   2 usage   3 data, cache or checkpoint refused   4 ranks diverged   5 numbers not finite   6 stall
-  75 preempted by SIGUSR1, or a lone process by SIGTERM (go on with --resume)   130 interrupted (Ctrl-C)
-  143 one of several ended by SIGTERM
+  0 success   2 usage error   3 data, cache or checkpoint refused   4 ranks diverged   5 NaN or Inf   6 stall
+  75 preempted: SIGUSR1, or SIGTERM to a single process (continue with --resume)   130 interrupted (Ctrl-C)
+  143 SIGTERM to one of several processes
 """
 
 
 class HvfreezeError(Exception):
     """An expected failure: its message is all that the user sees, and `exit_code` is the job's exit code.
 
-    `everywhere` tells that all ranks raise it at the same point, so that they can still leave together; otherwise the
-    rank that raises it must end the job, because its peers wait for it.
+    `everywhere` is True if all ranks raise it at the same point, so that they can leave together; otherwise the rank
+    that raises it must end the job, because its peers wait for it.
     """
 
     exit_code = 1
     everywhere = False
 
     def on_all_ranks(self) -> Self:
-        """Return this error, which all ranks raise at the same point."""
+        """Return this error, marked as raised by all ranks at the same point."""
         self.everywhere = True
         return self
 
 
 class UsageError(HvfreezeError):
-    """An argument, a configuration key or the way of starting is wrong."""
+    """An argument, a setting or the way of starting is invalid."""
 
     exit_code = 2
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument for which Horovod raises ValueError; scripts may catch it as such."""
+    """An argument for which Horovod raises ValueError, so that scripts can catch it as one."""
 
 
 class RefusedError(HvfreezeError):
-    """Data, a cache or a checkpoint does not match what asks for it, or cannot be read or written."""
+    """Data, a cache or a checkpoint does not match the run, or cannot be read or written."""
 
     exit_code = 3
 
 
 class DivergedError(HvfreezeError):
-    """Replicas that must be equal are not."""
+    """Replicas that must be equal differ."""
 
     exit_code = 4
     everywhere = True
 
 
 class NumericsError(HvfreezeError):
-    """A loss, gradient or parameter is NaN or infinite."""
+    """A loss, gradient or parameter is NaN or Inf."""
 
     exit_code = 5
     everywhere = True

@@ -1,4 +1,4 @@
-"""Files that others may look at meanwhile: made whole, published by a rename, locked by one process at a time."""
+"""Files that other processes may read meanwhile: written completely, published by a rename, locked by one process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ NOTE_BYTES = 4096
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 """Error numbers of a lock that another process holds."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Error numbers of file systems that know no locks, such as Lustre mounted without them."""
+"""Error numbers of file systems without locks, such as Lustre mounted without them."""
 
 
 def cache_folder(name: str, *, way_out: str) -> Path:
     """Return hvfreeze's folder `name` in the user's cache directory: $XDG_CACHE_HOME, else ~/.cache.
 
     Raises:
-        UsageError: there is neither $XDG_CACHE_HOME nor a home directory, as for a container's user without an entry in
-            /etc/passwd; `way_out` says what to do.
+        UsageError: there is neither $XDG_CACHE_HOME nor a home directory, e.g. for a container's user without an entry
+            in
+            /etc/passwd; `way_out` is the remedy.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvfreeze" / name
@@ -34,36 +35,36 @@ def cache_folder(name: str, *, way_out: str) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open or make a file to write to and return its descriptor; a link, a pipe or a device is refused.
+    """Open or create a file for writing and return its descriptor; raises OSError for a link, a pipe or a device.
 
-    In a folder that others could write to, these would lead elsewhere, or never answer. `flags` must not truncate,
-    which would happen before the file is looked at.
+    In a folder that other users may write to, these could lead elsewhere or block. `flags` must not truncate, which
+    would happen before the check.
 
     Raises:
-        OSError: it is no plain file of one name, or cannot be opened.
+        OSError: it is not a regular file with a single name, or cannot be opened.
     """
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE_FILE)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(0, "it is a link or no plain file", str(path))
+        raise OSError(0, "it is a link or not a regular file", str(path))
     return descriptor
 
 
 def open_new(path: Path, *, mode: int = PRIVATE_FILE) -> int:
-    """Return a descriptor of a new file, in place of whatever had its name."""
+    """Return a descriptor of a new file, which replaces any file of that name."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def replace_file(descriptor: int, temporary: Path, target: Path) -> None:
-    """Give a file its final name once all of it is on the disk: readers see the old file or the whole new one."""
+    """Give a file its final name once all of it is on the disk: readers see the old file or the complete new one."""
     os.fsync(descriptor)
     os.replace(temporary, target)
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -72,7 +73,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Tell whether `path` is the very file that is open."""
+    """Return True if `path` is the very file that is open."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -88,18 +89,18 @@ class LockedError(Exception):
 
 
 class FileLock:
-    """A file that this process alone has locked; the kernel lets go of it when the process ends, however it ends.
+    """A file locked by this process; the kernel releases it when the process ends for any reason.
 
     Attributes:
-        held: False where the file system knows no locks.
+        held: False if the file system has no locks.
     """
 
     def __init__(self, path: Path, *, temporary: bool = False) -> None:
-        """Lock `path`; a `temporary` one is removed at the release.
+        """Lock `path`; a `temporary` file is removed at the release.
 
         Raises:
             LockedError: another process holds it.
-            OSError: the file cannot be made or locked.
+            OSError: the file cannot be created or locked.
         """
         self._path, self._temporary = path, temporary
         while True:
@@ -115,12 +116,12 @@ class FileLock:
             os.close(self._descriptor)
 
     def write(self, note: str) -> None:
-        """Let the file say who holds it."""
+        """Write a note about the holder to the file."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, note.encode()[:NOTE_BYTES], 0)
 
     def release(self) -> None:
-        """Let go; a second time does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor >= 0:
             if self._temporary:
                 with suppress(OSError):
@@ -130,7 +131,7 @@ class FileLock:
 
 
 def check_unlocked(path: Path) -> None:
-    """Refuse a file that a process has locked; one alone, left by a killed process, does not count.
+    """Raise LockedError if a process has locked the file; a file left by a killed process is not locked.
 
     Raises:
         LockedError: it is locked.
@@ -142,7 +143,7 @@ def check_unlocked(path: Path) -> None:
 
 @contextmanager
 def kept_unlocked(path: Path) -> Iterator[str]:
-    """Let nobody lock the file of a `FileLock` meanwhile, and give its note; raises as `check_unlocked`."""
+    """Block the lock of a `FileLock` inside the context, and yield its note; raises like `check_unlocked`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _lock(descriptor, fcntl.LOCK_SH)
@@ -152,7 +153,7 @@ def kept_unlocked(path: Path) -> Iterator[str]:
 
 
 def _lock(descriptor: int, operation: int) -> bool:
-    """Lock an open file and return True; False where the file system knows no locks."""
+    """Lock an open file and return True; False if the file system has no locks."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: what the machine, its control group and Slurm leave."""
+"""The memory that a process may still use: the limits of the machine, its control group and Slurm."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LIMITS = {
     "cgroup2": ("memory.max", "memory.current", "inactive_file"),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By version of control groups: the files of limit and use, and what in `memory.stat` is given back when needed."""
+"""Files of limit and use, and the reclaimable part in `memory.stat`, by version of control groups."""
 UNKNOWN_BYTES = 3 * 2**30
-"""Where the machine does not say what is available."""
+"""Assumed available bytes if the machine does not report them."""
 
 
 def available_bytes(*, processes: int = 1, root: Path = Path("/")) -> int:
-    """Return the bytes that all of a job's `processes` on this machine may still take together.
+    """Return the bytes that all of a job's `processes` on this machine together may still use.
 
     `root` is the folder above proc and sys.
     """
@@ -32,7 +32,7 @@ def available_bytes(*, processes: int = 1, root: Path = Path("/")) -> int:
 
 
 def slurms_bytes() -> int | None:
-    """Return what Slurm has given the job on this node, None where it sets no limit."""
+    """Return the bytes that Slurm allows the job on this node, None without a limit."""
     each, cpus = _count("SLURM_MEM_PER_CPU"), _count("SLURM_CPUS_ON_NODE")
     megabytes = _count("SLURM_MEM_PER_NODE") or (each and cpus and each * cpus)
     # 0 stands for all of the node.
@@ -59,7 +59,7 @@ def bytes_in(path: Path, name: str) -> int:
 
 
 def _control_groups(root: Path) -> Iterator[int]:
-    """Yield what the process's control group, and each one above it, leaves of its limit."""
+    """Yield the remaining bytes of the process's control group and of each one above it."""
     for folder, version in _folders(root):
         limit, used, given_back = LIMITS[version]
         with suppress(OSError, ValueError, KeyError):

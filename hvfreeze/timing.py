@@ -1,4 +1,4 @@
-"""How long something takes."""
+"""Measures the time of short operations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 
 def least_seconds(work: Callable[[], object], *, times: int) -> float:
-    """Return the least time that `work` took, of so many times."""
+    """Return the minimum time of `work` in `times` runs."""
     return min(timeit.repeat(work, repeat=times, number=1))
 
 
 LEAST_TRIES, MOST_TRIES, SECONDS = 2, 6, 0.8
-"""Of `settled_seconds`: no more than the second, and than the first only until so many seconds are over."""
+"""Limits of `settled_seconds`: never more runs than the second, and more than the first only within the given
+seconds."""
 
 
 def settled_seconds(work: Callable[[], object], *, within: float = SECONDS) -> float:
-    """Return the least time that `work` took, of as many tries as are worth it; two, or more `within` such seconds.
+    """Return the minimum time of `work` in a few runs: two, or more `within` the given seconds.
 
-    The first brings libraries and memory up to speed, and what else the machine does disturbs some of the others.
+    The first run warms up libraries and memory, and other processes may disturb some of the others.
     """
     taken = [least_seconds(work, times=1) for _ in range(LEAST_TRIES)]
     while len(taken) < MOST_TRIES and sum(taken) < within:

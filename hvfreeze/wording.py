@@ -1,4 +1,4 @@
-"""Words of messages."""
+"""Helpers for messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return text on one line: line ends and other control characters are written out as in Python."""
+    """Return text on one line: line ends and other control characters are escaped as in Python."""
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at the closest known word, or the empty string."""
+    """Return a hint at the closest known word, or ""."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

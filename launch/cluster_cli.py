@@ -25,9 +25,9 @@ HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts", "-hostfile", "--host
 
 
 def with_hosts(command: Sequence[str], hosts: str) -> list[str]:
-    """`command` with `-H hosts` after its first launcher word, unless it names hosts itself.
+    """Return `command` with `-H hosts` after its first launcher word, unless it names hosts itself.
 
-    horovodrun is also kept from remembering, in the user's home, which hosts answered.
+    horovodrun is also kept from caching, in the user's home, which hosts answered.
     """
     filled = list(command)
     for index, word in enumerate(filled):
@@ -48,8 +48,8 @@ def _chosen(name: str | None) -> Cluster:
     if name in names:
         return load(str(name))
     if not names:
-        raise ClusterError("no cluster is up: launch/cluster up --nodes 4")
-    raise ClusterError(f"--name must be one of {', '.join(names)} (it is {name})")
+        raise ClusterError("no cluster is up; run launch/cluster up --nodes 4")
+    raise ClusterError(f"--name ({name}) must be one of {', '.join(names)}")
 
 
 def print_status(names: Sequence[str], *, as_json: bool) -> None:
@@ -65,7 +65,7 @@ def print_status(names: Sequence[str], *, as_json: bool) -> None:
         return
     for cluster in found:
         limit = cluster.bandwidth or "no bandwidth limit"
-        late = f", {1e3 * cluster.latency:g} ms from node to node" if cluster.latency else ""
+        late = f", latency {1000.0 * cluster.latency:g} ms" if cluster.latency else ""
         print(f"{cluster.name}: {len(cluster.nodes)} nodes, {limit}{late}, -H {cluster.hosts}")
         _print_traffic(cluster, traffic(cluster))
     if not names:
@@ -81,56 +81,62 @@ def _print_traffic(cluster: Cluster, counted: dict[str, tuple[int, int]]) -> Non
 
 def _rate(text: str) -> str:
     if text and not re.fullmatch(r"[0-9]+(\.[0-9]+)?[kmg]?bit", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: 1gbit, 200mbit, ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 1gbit or 200mbit")
     return text
 
 
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms)", text)
     if not found or not 0 < float(found[1]) * {"us": 1e-6, "ms": 1e-3}[found[2]] <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time up to a second: 100us, 0.5ms, ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at most 1 s such as 100us or 0.5ms")
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3}[found[2]]
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: up to 32 letters, digits, - and _")
+        raise argparse.ArgumentTypeError(f"{text!r} must be 1 to 32 letters, digits, - and _")
     return text
 
 
 def _count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 200:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 200")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 200")
     return int(text)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Several nodes on one machine.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=program, description="A cluster of several nodes on one machine.", allow_abbrev=False
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("check", help="can this machine do it? says what is missing, exit code 2")
-    verb.add_argument("--latency", action="store_true", help="also what `up --latency` needs")
-    verb = verbs.add_parser("up", help="bring a cluster up")
+    verb = verbs.add_parser(
+        "check", help=("check whether this machine can run a cluster; exit code 2 if something is missing")
+    )
+    verb.add_argument("--latency", action="store_true", help="also check what `up --latency` needs")
+    verb = verbs.add_parser("up", help="start a cluster")
     verb.add_argument("--nodes", type=_count, default=4)
     verb.add_argument(
-        "--bandwidth", type=_rate, default="", help="limit of every node in both directions: 1gbit, 200mbit"
+        "--bandwidth", type=_rate, default="", help="bandwidth limit of every node in both directions: 1gbit, 200mbit"
     )
-    verb.add_argument("--latency", type=_seconds, default=0.0, help="from node to node, one way: 100us, 0.5ms")
-    verb.add_argument("--slots", type=_count, default=1, help="ranks that a node takes")
-    verb.add_argument("--disk", default="1g", help="size of every node's private $TMPDIR (in memory)")
+    verb.add_argument("--latency", type=_seconds, default=0.0, help="one-way latency between nodes: 100us, 0.5ms")
+    verb.add_argument("--slots", type=_count, default=1, help="ranks per node")
+    verb.add_argument("--disk", default="1g", help="size of the private $TMPDIR of each node (in memory)")
     verb.add_argument("--name", type=_name, help="default: c0, c1, ...")
-    verb.add_argument("--owner", type=int, metavar="PID", help="go down when this process ends")
-    verb = verbs.add_parser("run", help="run a command on a node, -H filled in after horovodrun or mpirun")
+    verb.add_argument("--owner", type=int, metavar="PID", help="stop the cluster when this process ends")
+    verb = verbs.add_parser("run", help="run a command on a node, with -H inserted after horovodrun or mpirun")
     verb.add_argument("--name")
     verb.add_argument("--on", default="node0", metavar="NODE")
-    verb.add_argument("--bytes", action="store_true", help="print what each node sent and received meanwhile")
+    verb.add_argument(
+        "--bytes", action="store_true", help=("print the bytes that each node sent and received meanwhile")
+    )
     verb.add_argument("command", nargs="+")
-    verb = verbs.add_parser("kill", help="a node loses power")
+    verb = verbs.add_parser("kill", help="kill a node, as if it lost power")
     verb.add_argument("--name")
     verb.add_argument("node")
-    verb = verbs.add_parser("status", help="nodes and the bytes that they sent and received")
+    verb = verbs.add_parser("status", help="print the nodes and the bytes that they sent and received")
     verb.add_argument("--name")
     verb.add_argument("--json", action="store_true")
-    verb = verbs.add_parser("down", help="take a cluster down")
+    verb = verbs.add_parser("down", help="stop a cluster")
     verb.add_argument("--name")
     verb.add_argument("--all", action="store_true")
     return parser
@@ -143,13 +149,13 @@ def main(
     lacking: Callable[[], list[str]] = missing,
     prepare: Callable[[Cluster], Cluster] = lambda cluster: cluster,
 ) -> int:
-    """Carry out the command line; return 0 done, 1 failed, 2 usage or something missing, or `run`'s code.
+    """Run the command line; return 0 for success, 1 for failure, 2 for usage or a missing requirement, or `run`'s code.
 
     Args:
         argv: verb and options.
         program: name in messages.
-        lacking: what the machine lacks.
-        prepare: what `up` does to the nodes of a new cluster.
+        lacking: returns missing requirements of the machine.
+        prepare: called by `up` on the nodes of a new cluster.
     """
     arguments = _parser(program).parse_args(argv)
     try:

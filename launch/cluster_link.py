@@ -1,6 +1,6 @@
-"""A wire that takes its time: a process that carries Ethernet frames between two interfaces, each after a delay.
+"""A network link with latency: a process that carries Ethernet frames between two interfaces, each after a delay.
 
-Kernels without netem have no queue that delays. Frames of up to 64 KB keep the work of carrying them small.
+Kernels without netem have no queue with a delay. Frames of up to 64 KB keep the work of carrying them small.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ TUN = "/dev/net/tun"
 MTU = 65000
 FRAME = 65536
 MOST_AT_ONCE = 16
-"""Frames that are read before what is due is sent: a sender without a limit would keep the wire reading."""
+"""Frames read before due frames are sent, because an unlimited sender would keep the link reading."""
 MOST_WAITING = 4096
-"""Frames in one direction; what comes beyond is lost, as in a switch whose buffer is full."""
+"""Frames queued in one direction; further ones are lost, as in a switch whose buffer is full."""
 WAKING = 50e-6
-"""Seconds before a frame is due from which the wire looks at the clock instead of sleeping: waking takes some."""
+"""Seconds before a frame is due from which the link polls the clock instead of sleeping, because waking takes time."""
 _SET_INTERFACE, _TAP, _BARE = 0x400454CA, 0x0002, 0x1000
 
 
 def refusal() -> str:
-    """Why there can be no such wire on this machine, "" when there can."""
+    """Return why there can be no such link on this machine, "" if there can."""
     try:
         os.close(os.open(TUN, os.O_RDWR))
     except OSError as error:
-        return f"--latency needs {TUN} ({error.strerror}): modprobe tun; a container needs --device {TUN}"
+        return f"--latency needs {TUN} ({error.strerror}); run modprobe tun; in a container, add --device {TUN}"
     return ""
 
 
 def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ...]) -> int:
-    """Make interface `port` here and eth0 in the namespaces of process `node`, joined by a wire; return its PID.
+    """Create interface `port` here and eth0 in the namespaces of process `node`, joined by a link; return its PID.
 
-    The wire is a child of the caller, and ends with it.
+    The link is a child of the caller, and ends with it.
 
     Args:
         port: interface of the calling process's network.
-        node: as the caller counts.
-        seconds: that a frame is on its way, in either direction.
-        inherited: descriptors that the wire must not keep open.
+        node: PID as the caller counts.
+        seconds: latency of a frame, in either direction.
+        inherited: descriptors that the link must not keep open.
 
     Raises:
-        RuntimeError: the interfaces cannot be made.
+        RuntimeError: the interfaces cannot be created.
     """
     reader, writer = os.pipe()
     wire = os.fork()
@@ -84,7 +84,7 @@ def open_interface(name: str) -> int:
 
 
 def carry(near: int, far: int, seconds: float) -> None:
-    """Carry frames between both descriptors for ever."""
+    """Carry frames between both descriptors forever."""
     other = {near: far, far: near}
     waiting: dict[int, deque[tuple[float, bytes]]] = {near: deque(), far: deque()}
     while True:
@@ -100,7 +100,7 @@ def carry(near: int, far: int, seconds: float) -> None:
 
 
 def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float) -> None:
-    """Take what an interface has sent, up to MOST_AT_ONCE frames."""
+    """Read the frames that an interface has sent, up to MOST_AT_ONCE."""
     for _ in range(MOST_AT_ONCE):
         try:
             frame = os.read(descriptor, FRAME)
@@ -111,7 +111,7 @@ def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float)
 
 
 def send(descriptor: int, frame: bytes) -> None:
-    """Let an interface receive a frame; one that is down receives none."""
+    """Deliver a frame to an interface; one that is down receives none."""
     try:
         os.write(descriptor, frame)
     except OSError:

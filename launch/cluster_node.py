@@ -1,4 +1,4 @@
-"""One node of the local cluster: a process that is PID 1 of its own namespaces, with an sshd, until it is killed."""
+"""One node of the local cluster: a process that is PID 1 of its own namespaces and runs sshd until it is killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SetEnv TMPDIR={directory}/local
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a node is to become; addresses are IPv4, `directory` the cluster's own, `mtu` eth0's, 0 the kernel's."""
+    """Properties of a node; addresses are IPv4, `directory` is the cluster's, `mtu` eth0's (0: the kernel's)."""
 
     name: str
     address: str
@@ -56,7 +56,7 @@ def start_node(spec: NodeSpec, connect: Callable[[int], None], *, inherited: tup
         inherited: descriptors that the node must not keep open.
 
     Raises:
-        RuntimeError: the node could not be set up, with its own message.
+        RuntimeError: the node could not be set up; with its own message.
     """
     to_node, from_caller = os.pipe()
     from_node, to_caller = os.pipe()
@@ -83,7 +83,7 @@ def start_node(spec: NodeSpec, connect: Callable[[int], None], *, inherited: tup
 
 
 def _keep_node(spec: NodeSpec, orders: int, answers: int) -> None:
-    """Make the namespaces, fork the node into them and end with it."""
+    """Create the namespaces, fork the node into them and end with it."""
     try:
         namespaces.die_with_parent(signal.SIGKILL)
         namespaces.unshare(namespaces.NEW_NODE)
@@ -108,7 +108,7 @@ def _keep_node(spec: NodeSpec, orders: int, answers: int) -> None:
 
 
 def _set_up(spec: NodeSpec) -> int:
-    """Make this process's namespaces a node: host name, private directories, eth0, sshd; return the PID of sshd."""
+    """Make this process's namespaces a node: host name, private directories, eth0, sshd; return sshd's PID."""
     socket.sethostname(spec.name)
     _mount(spec)
     Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
@@ -152,7 +152,7 @@ def _mount(spec: NodeSpec) -> None:
 
 
 def _wait_for_ssh(address: str, sshd: subprocess.Popen[bytes]) -> None:
-    """Return when sshd accepts connections.
+    """Wait until sshd accepts connections.
 
     Raises:
         RuntimeError: it ended or did not answer; with the end of its log.
@@ -169,7 +169,7 @@ def _wait_for_ssh(address: str, sshd: subprocess.Popen[bytes]) -> None:
 
 
 def limit(interface: str, bandwidth: str) -> list[str]:
-    """Return the commands that let `interface` send at most `bandwidth` (tc's notation; "" for no limit)."""
+    """Return the commands that limit the rate of `interface` to `bandwidth` (tc's notation; "" for no limit)."""
     return [f"tc qdisc add dev {interface} root tbf rate {bandwidth} burst 256kb latency 100ms"] if bandwidth else []
 
 
@@ -177,7 +177,7 @@ def run(line: str) -> None:
     """Run one command without a shell.
 
     Raises:
-        RuntimeError: it failed; with its own words.
+        RuntimeError: it failed; with its own message.
     """
     done = subprocess.run(line.split(), capture_output=True, text=True)
     if done.returncode != 0:

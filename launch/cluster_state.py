@@ -1,4 +1,4 @@
-"""What is known of the clusters on this machine: a directory under /run for each, locked by its supervisor."""
+"""The state of the clusters on this machine: a directory under /run for each, locked by its supervisor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PREFIX = "/run/hvfreeze-cluster."
 
 
 class ClusterError(Exception):
-    """What the user sees instead of a traceback."""
+    """An error whose message the user sees instead of a traceback."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node as others see it; `pid` is its PID 1 as the host counts, 0 once the node is dead."""
+    """A node as other processes see it; `pid` is its PID 1 as the host counts, 0 once the node is dead."""
 
     name: str
     address: str
@@ -28,11 +28,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """A cluster to be.
+    """The properties of a cluster.
 
-    `bandwidth` limits every node in both directions (tc's notation, "" for no limit), `slots` is how many ranks a node
-    takes, `disk` the size of its private $TMPDIR, in memory; `latency` is how many seconds a message takes from node to
-    node beside what the bandwidth takes, 0 for what the kernel takes.
+    `bandwidth` limits every node in both directions (tc's notation, "" for no limit), `slots` is the number of ranks
+    per node, `disk` the size of its private $TMPDIR in memory. `latency` is the time of a message from node to node in
+    seconds, in addition to that of the bandwidth; 0 for the kernel's.
     """
 
     nodes: int = 4
@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up; its state file is `directory`/state.json."""
+    """A running cluster; its state file is `directory`/state.json."""
 
     name: str
     supervisor: int
@@ -56,12 +56,12 @@ class Cluster:
 
     @property
     def directory(self) -> Path:
-        """Where its state, keys and settings are."""
+        """Directory of its state, keys and settings."""
         return Path(PREFIX + self.name)
 
     @property
     def hosts(self) -> str:
-        """As -H wants them: node0:1,node1:1,..."""
+        """The hosts as -H takes them: node0:1,node1:1,..."""
         return ",".join(f"{node.name}:{self.slots}" for node in self.nodes if node.pid)
 
     def node(self, name: str) -> Node:
@@ -75,14 +75,16 @@ class Cluster:
                 if not node.pid:
                     raise ClusterError(f"{name} of cluster {self.name!r} is dead")
                 return node
-        raise ClusterError(f"cluster {self.name!r} has no node {name!r}: {', '.join(n.name for n in self.nodes)}")
+        raise ClusterError(
+            f"cluster {self.name!r} has no node {name!r}; its nodes are {', '.join(n.name for n in self.nodes)}"
+        )
 
     def with_environment(self, variables: dict[str, str]) -> Cluster:
         """Return this cluster, whose commands also have these variables."""
         return dataclasses.replace(self, environment={**self.environment, **variables})
 
     def save(self) -> None:
-        """Let the state file say this."""
+        """Write the state file."""
         path = self.directory / "state.json"
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(dataclasses.asdict(self)))
@@ -90,7 +92,7 @@ class Cluster:
 
 
 def load(name: str) -> Cluster:
-    """Return the cluster as its state file says.
+    """Read the cluster from its state file.
 
     Raises:
         ClusterError: there is none yet, or no more.
@@ -98,13 +100,13 @@ def load(name: str) -> Cluster:
     try:
         state = json.loads(Path(f"{PREFIX}{name}/state.json").read_text())
     except FileNotFoundError:
-        raise ClusterError(f"cluster {name} is coming up or going down: try again") from None
+        raise ClusterError(f"cluster {name} is starting or stopping; try again") from None
     state["nodes"] = tuple(Node(**node) for node in state["nodes"])
     return Cluster(**state)
 
 
 def try_lock(directory: Path) -> int | None:
-    """Return a descriptor that holds the directory's lock; None when its supervisor holds it.
+    """Return a descriptor that holds the directory's lock; None if its supervisor holds it.
 
     Raises:
         FileNotFoundError: the directory is gone.
@@ -119,7 +121,7 @@ def try_lock(directory: Path) -> int | None:
 
 
 def clusters() -> list[str]:
-    """Names of the clusters whose supervisor lives; what a crash left of others is removed."""
+    """Return the names of the running clusters; remove what crashes have left of others."""
     names = []
     for directory in sorted(Path("/run").glob(Path(PREFIX).name + "*")):
         try:

@@ -1,8 +1,8 @@
-"""The process that a cluster is: it starts switch and nodes, watches them, and takes them with it when it ends.
+"""The supervisor of a cluster: starts switch and nodes, watches them, and ends them when it ends.
 
-The bridge lives in the supervisor's own network namespace and every node in its own, so the host's network is never
-touched and clusters cannot collide; when the supervisor ends, however it ends, the kernel ends the nodes with
-everything in them.
+The bridge is in the supervisor's own network namespace and every node in its own, so the host's network is never
+changed and clusters cannot collide. When the supervisor ends for any reason, the kernel ends the nodes with everything
+in them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def supervise(name: str, plan: Plan, caller: int, owner: int | None, *, lock: int, answers: int) -> None:
-    """Live the supervisor's whole life; never return."""
+    """Run the supervisor until its end; never returns."""
     directory = Path(PREFIX + name)
     code = 1
     try:
@@ -65,9 +65,9 @@ def _raise_interrupt(number: int, frame: object) -> None:
 
 
 def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster, dict[int, str], dict[int, str]]:
-    """Switch and nodes are there and in the state file.
+    """Start switch and nodes, and write them to the state file.
 
-    Returns the cluster, and the names of nodes by the PIDs of their keepers, and of their wires.
+    Returns the cluster, and the names of nodes by the PIDs of their keepers, and of their links.
     """
     directory = Path(PREFIX + name)
     planned = [Node(f"node{index}", f"10.77.0.{11 + index}", 0) for index in range(plan.nodes)]
@@ -103,9 +103,9 @@ def _start(name: str, plan: Plan, *, unwanted: tuple[int, ...]) -> tuple[Cluster
 
 
 def _watch(cluster: Cluster, keepers: dict[int, str], wires: dict[int, str], owner: int | None) -> None:
-    """Return when told to stop or when the owner has ended; write down which nodes died meanwhile.
+    """Wait until asked to stop or until the owner has ended; record nodes that die meanwhile.
 
-    A node whose wire ends is dead to all others, so it ends too.
+    A node whose link ends is dead to all others, so it is ended too.
     """
     while owner is None or _lives(owner):
         received = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, 0.5)
@@ -135,7 +135,7 @@ def _lives(pid: int) -> bool:
 
 
 def _write_files(directory: Path, nodes: Sequence[Node]) -> None:
-    """Throw-away keys and what the nodes see as /etc/hosts, /etc/ssh/ssh_config and /etc/shadow."""
+    """Create temporary keys, and what the nodes see as /etc/hosts, /etc/ssh/ssh_config and /etc/shadow."""
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", key, "-f", directory / key], check=True)
     (directory / "local").mkdir()

@@ -1,6 +1,6 @@
-"""Runs a command so that a signal reaches who understands it and nothing is left when the command has ended.
+"""Runs a command so that signals reach the process that handles them, and no process is left at its end.
 
-horovodrun leaves a shell in front of mpirun: a signal sent to it kills the shell, and mpirun and all ranks run on.
+horovodrun leaves a shell in front of mpirun: a signal sent to it kills the shell, and mpirun and all ranks continue.
 
     python3 guard.py COMMAND...
 """
@@ -26,7 +26,7 @@ _SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit code (128 + number for a signal), and the signals that arrived meanwhile."""
+    """The end of a command: its exit code (128 + number for a signal), and the signals that arrived meanwhile."""
 
     code: int
     signals: frozenset[signal.Signals]
@@ -35,11 +35,11 @@ class Outcome:
 def run(
     command: Sequence[str], *, environment: Mapping[str, str] | None = None, prepare: Callable[[], None] | None = None
 ) -> Outcome:
-    """Run the command in a session of its own until it and all that it started have ended.
+    """Run the command in a session of its own until it and all processes that it started have ended.
 
     Args:
         command: program and arguments.
-        environment: instead of this process's.
+        environment: replaces this process's environment.
         prepare: called in the child before the program starts.
     """
     control = ctypes.CDLL(None).prctl
@@ -68,7 +68,7 @@ def run(
 
 
 def passed_on() -> set[signal.Signals]:
-    """Signals of PASSED_ON but for those that this process was started to ignore, as `nohup` does with SIGHUP."""
+    """Return the signals of PASSED_ON, except ignored ones such as SIGHUP under `nohup`."""
     return {number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN}
 
 
@@ -115,7 +115,7 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants() -> list[int]:
-    """PIDs of all processes below this one, nearest first."""
+    """Return the PIDs of all processes below this one, nearest first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -132,7 +132,7 @@ def _descendants() -> list[int]:
 
 
 def _addressee(number: signal.Signals, child: int) -> int:
-    """Return the nearest process below this one that handles the signal, `child` when none does."""
+    """Return the nearest process below this one that handles the signal, `child` if none does."""
     for pid in _descendants():
         try:
             lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()

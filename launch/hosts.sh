@@ -17,7 +17,7 @@ hvfreeze_arguments() {
             -np | -n) np=${2:-} ;;
             -H | --host | --hosts) hosts=${2:-} given=$1 ;;
             -hostfile | --hostfile) hostfile=${2:-} given="$1 ${2:-}" ;;
-            -*) echo "$script: $1 is not known here (Open MPI's settings: variables OMPI_MCA_*); $usage" >&2; exit 2 ;;
+            -*) echo "$script: $1 is an unknown option (set Open MPI's options by variables OMPI_MCA_*); $usage" >&2; exit 2 ;;
             *) break ;;
         esac
         shift $(($# > 1 ? 2 : 1))
@@ -29,14 +29,14 @@ hvfreeze_arguments() {
         [[ -r $hostfile ]] || { echo "$script: hostfile $hostfile cannot be read" >&2; exit 2; }
         hosts=$(sed -E 's/#.*//; s/^\s+//; s/\s+$//; /^$/d; s/\s+slots\s*=\s*/:/; s/^[^:]+$/&:1/' "$hostfile" | paste -sd,)
     fi
-    [[ -z $given || -n $hosts ]] || { echo "$script: $given names no host: name one, or leave it out; $usage" >&2; exit 2; }
+    [[ -z $given || -n $hosts ]] || { echo "$script: $given names no host; name one, or leave it out; $usage" >&2; exit 2; }
     if [[ -z $hosts && -n ${SLURM_NNODES:-} ]]; then
         np=${np:-${SLURM_NTASKS:-$SLURM_NNODES}}
         ranks_per_node=$(((np + SLURM_NNODES - 1) / SLURM_NNODES))
         return
     fi
     [[ -n $hosts ]] || hosts=localhost:${np:-1}
-    [[ $hosts =~ ^$hvfreeze_host(,$hvfreeze_host)*$ ]] || { echo "$script: hosts $hosts: HOST:SLOTS,... is wanted; $usage" >&2; exit 2; }
+    [[ $hosts =~ ^$hvfreeze_host(,$hvfreeze_host)*$ ]] || { echo "$script: hosts $hosts must be HOST:SLOTS,...; $usage" >&2; exit 2; }
     local part name slots total=0 most=0 names=()
     local -A slots_of=()
     for part in ${hosts//,/ }; do
@@ -62,7 +62,7 @@ hvfreeze_probe() {
     for directory in "${TMPDIR:-/tmp}" "${HVFREEZE_CACHE_DIR:-}"; do
         while [[ -n $directory && ! -e $directory ]]; do directory=$(dirname "$directory"); done
         [[ -z $directory ]] || (umask 077; f=$(mktemp "$directory/.hvfreeze.XXXXXX") && head -c 1048576 /dev/zero >"$f"; code=$?; rm -f "$f"; exit $code) 2>/dev/null ||
-            { echo "cannot write 1 MiB to $directory ($(df -h --output=avail "$directory" 2>/dev/null | tail -n 1 | tr -d ' ') free): make room, or set TMPDIR or --cache-dir"; return; }
+            { echo "cannot write 1 MiB to $directory ($(df -h --output=avail "$directory" 2>/dev/null | tail -n 1 | tr -d ' ') free); free some space, or set TMPDIR or --cache-dir"; return; }
     done
     command -v "$1" >/dev/null || { echo "has no $1 in PATH=$PATH (run \`make setup\` there, or share the environment)"; return; }
     [[ "$2 $3" != "-m hvfreeze" ]] || "$1" -c 'import importlib.util as u, sys
@@ -104,9 +104,9 @@ hvfreeze_check_hosts() {
         case $message in
             *"hvfreeze: "*) message=${message##*hvfreeze: } ;;
             *"not resolve"*) message='this name has no address: correct -H or the hostfile' ;;
-            *"Permission denied"*) message="ssh refuses the key: \`ssh-copy-id $host\`, then \`ssh $host true\` must ask nothing" ;;
-            *"Host key verification failed"*) message="ssh does not trust its host key: compare it, then \`ssh-keyscan $host >> ~/.ssh/known_hosts\`" ;;
-            *"timed out"* | *refused* | *"No route"* | *unreachable* | *"closed by"* | *"reset by"* | *"booting up"*) message="does not answer ssh (${message##*: }): is it up, is sshd running?" ;;
+            *"Permission denied"*) message="ssh rejects the key: run \`ssh-copy-id $host\` until \`ssh $host true\` works without a password" ;;
+            *"Host key verification failed"*) message="the host key is unknown to ssh: verify it, then run \`ssh-keyscan $host >> ~/.ssh/known_hosts\`" ;;
+            *"timed out"* | *refused* | *"No route"* | *unreachable* | *"closed by"* | *"reset by"* | *"booting up"*) message="does not answer ssh (${message##*: }): check that it is up and sshd is running" ;;
             *) message="ssh says: ${message##*$'\n'}" ;;
         esac
         [[ -n $message ]] || continue

@@ -1,4 +1,4 @@
-"""Clusters of several nodes on this machine: bring up, run something on, count bytes, take down.
+"""Clusters of several nodes on this machine: start, run commands, count bytes, stop.
 
 A cluster is one supervisor process; see `cluster_supervisor`.
 """
@@ -24,15 +24,15 @@ from cluster_supervisor import ENDING, supervise
 LAUNCH = Path(__file__).resolve().parent
 STOP_SECONDS = 10.0
 SSHD_USER = "sshd"
-"""Without which sshd does not start. While its package is being installed, the program is there before the user is."""
+"""The user that sshd needs. While its package is being installed, the program exists before the user does."""
 
 
 def missing() -> list[str]:
-    """Return what this machine lacks, each with its remedy; empty when a cluster can be brought up."""
+    """Return what this machine lacks for a cluster, with remedies; empty if nothing is missing."""
     if os.geteuid() != 0:
-        return ["not root: namespaces and a bridge need root; start it with sudo"]
+        return ["namespaces and a bridge need root; start it with sudo"]
     lacking = [
-        f"{program} is missing: apt-get install {package}"
+        f"{program} is missing; run apt-get install {package}"
         for program, package in (
             ("ip", "iproute2"),
             ("tc", "iproute2"),
@@ -43,7 +43,7 @@ def missing() -> list[str]:
         if shutil.which(program) is None
     ]
     if not lacking and not _has_user(SSHD_USER):
-        lacking.append(f"the user {SSHD_USER} is missing, for sshd: apt-get install --reinstall openssh-server")
+        lacking.append(f"the user {SSHD_USER} of sshd is missing; run apt-get install --reinstall openssh-server")
     if not lacking and (refusal := namespaces.refusal()):
         lacking.append(refusal)
     return lacking
@@ -58,7 +58,7 @@ def _has_user(name: str) -> bool:
 
 
 def _claim(name: str | None) -> tuple[str, int]:
-    """Make a new, locked state directory: (the cluster's name, the descriptor that holds the lock)."""
+    """Create a new, locked state directory: (the cluster's name, the descriptor that holds the lock)."""
     clusters()
     for candidate in [name] if name else (f"c{number}" for number in range(1000)):
         directory = Path(PREFIX + candidate)
@@ -72,11 +72,13 @@ def _claim(name: str | None) -> tuple[str, int]:
         # A sweep of stale directories may come between mkdir and the lock; then this one was taken for stale.
         if descriptor is not None and directory.exists() and os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
             return candidate, descriptor
-    raise ClusterError(f"cluster {name!r} is up already: choose another --name, or `launch/cluster down --name {name}`")
+    raise ClusterError(
+        f"cluster {name!r} is already up; choose another --name, or run `launch/cluster down --name {name}`"
+    )
 
 
 def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Cluster:
-    """Return a cluster whose nodes all answer ssh; it lives until `down`, or until the process `owner` ends.
+    """Return a cluster whose nodes all answer ssh; it runs until `down`, or until the process `owner` ends.
 
     Raises:
         ClusterError: something is missing, the name is taken, or a node did not start; nothing is left then.
@@ -108,12 +110,12 @@ def up(plan: Plan, *, name: str | None = None, owner: int | None = None) -> Clus
         raise
     if answer != "ready":
         os.waitpid(supervisor, 0)
-        raise ClusterError(answer or "the supervisor ended while starting")
+        raise ClusterError(answer or "the supervisor ended during start-up")
     return load(name)
 
 
 def down(name: str) -> None:
-    """End the cluster and all that ran in it; do nothing when it is not up."""
+    """End the cluster and all processes in it; do nothing if it is not up."""
     number, patience = signal.SIGTERM, 0.0
     while name in clusters():
         if time.monotonic() > patience:
@@ -127,7 +129,7 @@ def down(name: str) -> None:
 
 
 def cut_power(cluster: Cluster, name: str) -> None:
-    """Kill the node and all in it; its link goes first, so that nobody is told."""
+    """Kill the node and all processes in it; its link goes first, so that no peer is notified."""
     node = cluster.node(name)
     child = os.fork()
     if child == 0:
@@ -141,7 +143,7 @@ def cut_power(cluster: Cluster, name: str) -> None:
 
 
 def traffic(cluster: Cluster) -> dict[str, tuple[int, int]]:
-    """Bytes that each living node's eth0 has (sent, received) since it came up."""
+    """Return the bytes that each living node's eth0 has (sent, received) since it came up."""
     counted = {}
     for node in cluster.nodes:
         try:
@@ -156,7 +158,7 @@ def traffic(cluster: Cluster) -> dict[str, tuple[int, int]]:
 
 
 def run(cluster: Cluster, node: Node, command: Sequence[str]) -> int:
-    """Run `command` on the node with launch/settings.sh and the environment that it lets through; return its exit code.
+    """Run `command` on the node with launch/settings.sh and the environment that it passes; return its exit code.
 
     Signals are passed on to the command; when this process ends, so does the command.
     """
@@ -178,14 +180,14 @@ def run(cluster: Cluster, node: Node, command: Sequence[str]) -> int:
 
 
 def call(node: Node, command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Return what `command` said on the node; unlike after `run`, daemons that it started stay."""
+    """Return the output of `command` on the node; unlike after `run`, daemons that it started stay."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     words = [sys.executable, str(LAUNCH / "namespaces.py"), str(node.pid), *command]
     return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PATH": path, **environment})
 
 
 def _path() -> str:
-    """PATH, with the environment of `make setup` first unless another one is active."""
+    """Return PATH, with the environment of `make setup` first unless another one is active."""
     own = LAUNCH.parent / ".venv" / "bin"
     path = os.environ.get("PATH", os.defpath)
     return path if "VIRTUAL_ENV" in os.environ or not own.is_dir() else f"{own}:{path}"

@@ -60,12 +60,12 @@ def missing() -> list[str]:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     packages = {package for program, package in DAEMONS.items() if shutil.which(program, path=path) is None}
     return local_cluster.missing() + [
-        f"{package} is missing: apt-get install {package}" for package in sorted(packages)
+        f"{package} is missing; run apt-get install {package}" for package in sorted(packages)
     ]
 
 
 def start_slurm(cluster: Cluster) -> Cluster:
-    """Return a cluster whose commands know this Slurm, which says that all nodes are idle.
+    """Return a cluster whose commands use this Slurm, after all nodes are idle.
 
     Raises:
         ClusterError: a daemon did not start.
@@ -101,11 +101,11 @@ def start_slurm(cluster: Cluster) -> Cluster:
             return cluster.with_environment(environment)
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"after {START_SECONDS:.0f} s the nodes are not idle: {(said.stdout or said.stderr).split()}"
+                f"the nodes are not idle after {START_SECONDS:.0f} s: {(said.stdout or said.stderr).split()}"
             )
         time.sleep(0.1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Carry out the command line of launch/cluster, on clusters that also have Slurm."""
+    """Run the command line of launch/cluster, on clusters that also have Slurm."""
     return cluster_cli.main(argv, program="launch/local_slurm", lacking=missing, prepare=start_slurm)

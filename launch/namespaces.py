@@ -1,4 +1,4 @@
-"""Linux namespaces through the C library: what Python 3.10 does not offer itself.
+"""Linux namespaces through the C library, because Python 3.10 does not offer them.
 
 python3 namespaces.py PID COMMAND...        runs COMMAND in the namespaces of PID
 """
@@ -52,22 +52,22 @@ def enter(pid: int, kinds: tuple[str, ...]) -> None:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Let the calling process receive this signal when its parent ends, however the parent ends."""
+    """Send the calling process this signal when its parent ends for any reason."""
     _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0), "prctl")
 
 
 def outlive_parent() -> None:
-    """Undoes `die_with_parent`."""
+    """Undo `die_with_parent`."""
     _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0), "prctl")
 
 
 def wake_on_time() -> None:
-    """Let the calling process be woken when it asked for it; by default the kernel may take 50 microseconds more."""
+    """Wake the calling process at the requested time; by default the kernel may take 50 microseconds more."""
     _checked(_libc.prctl(_SET_TIMER_SLACK, 1, 0, 0, 0), "prctl")
 
 
 def keep_mounts_private() -> None:
-    """Mounts made from here on stay in this mount namespace; the host's later mounts still appear in it."""
+    """Keep further mounts in this mount namespace; the host's later mounts still appear in it."""
     _checked(_libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount --make-rslave /")
 
 
@@ -78,12 +78,12 @@ def mount(kind: str, target: str, *, options: str = "") -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """`target` shows the file or directory `source`."""
+    """Show the file or directory `source` at `target`."""
     _checked(_libc.mount(source.encode(), target.encode(), None, _BIND, None), f"bind {source} on {target}")
 
 
 def refusal() -> str:
-    """Why a node cannot be made on this machine, tried in a child that leaves nothing; "" when it can."""
+    """Return why a node cannot be created on this machine, tried in a child that leaves nothing; "" if it can."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -97,11 +97,11 @@ def refusal() -> str:
             ):
                 done = subprocess.run(line.split(), capture_output=True, text=True)
                 if done.returncode != 0:
-                    message = f"the kernel refuses `{line}`: {done.stderr.strip()}"
+                    message = f"the kernel rejects `{line}`: {done.stderr.strip()}"
                     break
             unshare(NEW_PIDS)
         except OSError as error:
-            message = f"the kernel refuses new namespaces ({error.strerror}): a container needs --privileged"
+            message = f"the kernel rejects new namespaces ({error.strerror}); a container needs --privileged"
         os.write(writer, message.encode())
         os._exit(0)
     os.close(writer)

@@ -1,13 +1,13 @@
-"""Runs a training command again, from its last checkpoint, when a rank has died.
+"""Restarts a training command from its last checkpoint when a rank has died.
 
     launch/restart --max-restarts 3 -- launch/horovodrun.sh -np 4 --hostfile FILE python -m hvfreeze train --run-dir DIR
 
---resume is added from the second attempt on. What happened is in RUN_DIR/restarts.jsonl, a line an attempt. The number
-of ranks never changes, because only the same number resumes bit for bit: with --drop-dead-hosts, the ranks of a dead
-host move to the hosts that are left.
+--resume is added from the second attempt on. RUN_DIR/restarts.jsonl has a line per attempt. The number of ranks never
+changes, because only the same number resumes bit for bit: with --drop-dead-hosts, the ranks of a dead host move to the
+other hosts.
 
-Not tried again are the codes of FINAL: they come out the same however often it is tried. A job that was preempted (75)
-starts again at once, without backoff. A signal to this program goes on to the job, and is the end of both.
+Exit codes in FINAL are not retried, because they would repeat. A preempted job (75) restarts at once, without backoff.
+A signal to this program is passed on to the job, and ends both.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ REASONS = {**FINAL, 6: "a rank stalled", PREEMPTED: "preempted", 110: "the deadl
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile")
 HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
-"""What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
-command. launch/hosts.sh and `hvfreeze doctor` have the same rule."""
+"""A valid host name with slots. ssh takes a name that begins with - for an option, which may run a command.
+launch/hosts.sh and `hvfreeze doctor` have the same rule."""
 LONGEST_PAUSE_SECONDS = 300.0
 
 
 def reason(code: int) -> str:
-    """Return what an exit code means, in words."""
+    """Return the meaning of an exit code in words."""
     if code not in REASONS and code > 128 and code - 128 in set(signal.Signals):
         return f"ended by {signal.Signals(code - 128).name}"
     return REASONS.get(code, "failed")
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """`command` with --resume, once."""
+    """Return `command` with --resume, once."""
     return list(command) if "--resume" in command else [*command, "--resume"]
 
 
 def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | None:
-    """Place and value of the first of these flags, given as `FLAG VALUE` or `FLAG=VALUE`."""
+    """Return place and value of the first of these flags, given as `FLAG VALUE` or `FLAG=VALUE`."""
     for index, word in enumerate(command):
         flag, equals, value = word.partition("=")
         if flag in flags and (equals or index + 1 < len(command)):
@@ -69,10 +69,10 @@ def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | 
 
 
 def hosts_of(command: Sequence[str]) -> dict[str, int]:
-    """Slots by host, from -H or the hostfile in `command`; empty when it names none.
+    """Return slots by host, from -H or the hostfile in `command`; empty if it names none.
 
-    A host that is named several times, as in PBS's file, has the sum. Ends with code 2 when one is no host's name, when
-    the hostfile cannot be read, and when it names none.
+    The slots of a host that is named several times, as in PBS's file, are summed. Ends with code 2 if a host name is
+    invalid, the hostfile cannot be read, or it names no host.
     """
     if found := value_of(command, HOST_FLAGS):
         parts = found[1].split(",")
@@ -80,16 +80,17 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
         try:
             text = Path(found[1]).read_text()
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
             print(
-                f"launch/restart: the hostfile ({found[1]}) cannot be read: {why}; name one that can", file=sys.stderr
+                f"launch/restart: the hostfile ({found[1]}) cannot be read: {why}; name a readable file",
+                file=sys.stderr,
             )
             raise SystemExit(2) from error
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
         if not parts:
             print(
-                f"launch/restart: the hostfile ({found[1]}) names no host; write a line a host, or leave it out",
+                f"launch/restart: the hostfile ({found[1]}) names no host; write one host per line, or leave it out",
                 file=sys.stderr,
             )
             raise SystemExit(2)
@@ -99,14 +100,14 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
     for part in parts:
         match = HOST.fullmatch(part)
         if match is None:
-            print(f"launch/restart: {part!r} is not NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
+            print(f"launch/restart: {part!r} must be NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
             raise SystemExit(2)
         hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or 1)
     return hosts
 
 
 def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
-    """`command` with these hosts in place of those that it names."""
+    """Return `command` with these hosts in place of its own hosts."""
     found = value_of(command, (*HOST_FLAGS, *FILE_FLAGS))
     assert found is not None
     index = found[0]
@@ -116,14 +117,14 @@ def with_hosts(command: Sequence[str], hosts: dict[str, int]) -> list[str]:
 
 
 def spread(hosts: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return the hosts with enough slots for `ranks`: their own where those suffice, else evenly more on each."""
+    """Return hosts with enough slots for `ranks`: their own if they suffice, else evenly more on each."""
     if sum(hosts.values()) >= ranks:
         return hosts
     return {name: max(slots, math.ceil(ranks / len(hosts))) for name, slots in hosts.items()}
 
 
 def answers(host: str) -> bool:
-    """Whether a command can be run on the host over ssh."""
+    """Return True if a command can be run on the host over ssh."""
     if host in ("localhost", "127.0.0.1", os.uname().nodename):
         return True
     words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", host, "true"]
@@ -131,7 +132,7 @@ def answers(host: str) -> bool:
 
 
 def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(`command` on the hosts that answer, the hosts that do not); unchanged when it names none or none answers."""
+    """Return (`command` on the hosts that answer, the other hosts); unchanged if it names none or none answers."""
     hosts = hosts_of(command)
     if not hosts:
         return list(command), []
@@ -146,9 +147,9 @@ def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def write_line(run_dir: Path, entry: dict[str, Any], *, make: bool = True) -> None:
-    """Append the entry, as the last line, to the run directory's restarts.jsonl; say so where that fails.
+    """Append the entry to the run directory's restarts.jsonl; print a message if that fails.
 
-    Without `make`, nothing is written where there is no run directory.
+    Without `make`, nothing is written if there is no run directory.
     """
     path = run_dir / "restarts.jsonl"
     try:
@@ -159,11 +160,11 @@ def write_line(run_dir: Path, entry: dict[str, Any], *, make: bool = True) -> No
         with os.fdopen(descriptor, "w") as stream:
             stream.write(json.dumps(entry) + "\n")
     except OSError as error:  # what becomes of the job does not hang on its record
-        print(f"launch/restart: {path} cannot be written: {error.strerror}; going on without", file=sys.stderr)
+        print(f"launch/restart: {path} cannot be written: {error.strerror}; continuing without it", file=sys.stderr)
 
 
 def pause(seconds: float) -> bool:
-    """Wait; return True when told to end meanwhile."""
+    """Wait; return True if asked to end meanwhile."""
     waited = guard.passed_on()
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     told = signal.sigtimedwait(waited, seconds) is not None
@@ -172,9 +173,9 @@ def pause(seconds: float) -> bool:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
-    """Options, command and run directory; ends with code 2 when something is wrong."""
+    """Return options, command and run directory; ends with code 2 if something is wrong."""
     parser = argparse.ArgumentParser(prog="launch/restart", usage="%(prog)s [options] -- COMMAND...")
-    parser.add_argument("--max-restarts", type=int, default=3, help="how often to start again, whatever the reason (3)")
+    parser.add_argument("--max-restarts", type=int, default=3, help="number of restarts, for any reason (3)")
     parser.add_argument(
         "--backoff", type=float, default=5.0, help="seconds before the first restart, doubled each time (5)"
     )
@@ -182,10 +183,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
     parser.add_argument("command", nargs="*", help="must contain --run-dir")
     options = parser.parse_args(argv)
     if options.max_restarts < 0 or options.backoff < 0:
-        parser.error("--max-restarts and --backoff must not be negative")
+        parser.error("--max-restarts and --backoff must be at least 0")
     run_dir = value_of(options.command, ("--run-dir",))
     if run_dir is None:
-        parser.error("COMMAND must contain --run-dir DIR: without it there is nothing to resume from")
+        parser.error("COMMAND must contain --run-dir DIR, so that a restart can resume")
     return options, options.command, Path(run_dir[1])
 
 

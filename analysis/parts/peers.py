@@ -307,7 +307,7 @@ COLUMNS = (
     Metric("Learning rate", lambda r, label, _: f"{r.of(label)[0]['lr']:g}"),
     "time",
     "accuracy+n",
-    Metric("Full, trained as long", lambda r, label, _: "" if cell_of(label).peer == "full" else r.lead(label)),
+    Metric("Full, equal duration", lambda r, label, _: "" if cell_of(label).peer == "full" else r.lead(label)),
     Metric("Gradients", lambda r, label, _: megabytes(r.mean(label, "allreduce_bytes").mean)),
     Metric("Stored", lambda r, label, _: megabytes(stored.mean) if (stored := r.mean(label, "cache_bytes")).n else ""),
 )

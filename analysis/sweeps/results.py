@@ -92,7 +92,7 @@ METRICS = {
     "accuracy+n": Metric("Test accuracy", lambda r, label, _: r.accuracy(label, n=True)),
     "change": Metric("Against full", lambda r, label, against: r.change(label, against)),
     "change+n": Metric("Against full", lambda r, label, against: r.change(label, against, n=True)),
-    "lead": Metric("Full, trained as long", lambda r, label, _: r.lead(label)),
+    "lead": Metric("Full, equal duration", lambda r, label, _: r.lead(label)),
     "cut": Metric("Final cut", lambda r, label, _: r.cut(label)),
     "stored": mean_of("Stored", "cache_bytes", megabytes),
     "sent": Metric("Exchanged by a rank", lambda r, label, _: megabytes(r.mean(label, "allreduce_bytes").mean)),

@@ -21,6 +21,6 @@ dataset            shape, type              contents
 `manifest_sha256`  (32,) u1                 SHA-256 over the manifest, the three tables and the type of `activations`
 =================  =======================  ===========================================================================
 
-File attributes: `format`, `version`, `cut`, `split`. While it is made a file has the suffix `.tmp`, and beside it lies
-`.lock` with its builder. A published file never changes: completing a partial one publishes a new one over it.
+File attributes: `format`, `version`, `cut`, `split`. While it is written, a file has the suffix `.tmp`, and a file
+`.lock` names the writer. A published file never changes: completing a partial one publishes a new file in its place.
 """

@@ -1,4 +1,4 @@
-"""The disk under a cache: its room and speed, who may be believed there, and one builder per file."""
+"""The disk of a cache: free space, speed, trust in file owners, and one writer per file."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from hvfreeze.files import FileLock, LockedError, is_at
 logger = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What the system says when a disk, or a share of it, has no room left."""
+"""Errors that mean a full disk or quota."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk as it is, or slowed down to these rates, each transfer on its own, in bytes per second."""
+    """A disk, optionally slowed down to these rates in bytes per second (per transfer)."""
 
     read_rate: float | None = None
     write_rate: float | None = None
 
     def read(self, num_bytes: int) -> None:
-        """Hold the caller up for as long as reading takes beyond the real disk's time."""
+        """Wait for the part of a read's time at the reduced rate that the real disk did not take."""
         if self.read_rate:
             time.sleep(num_bytes / self.read_rate)
 
     def write(self, num_bytes: int) -> None:
-        """Hold the caller up for as long as writing takes beyond the real disk's time."""
+        """Wait for the part of a write's time at the reduced rate that the real disk did not take."""
         if self.write_rate:
             time.sleep(num_bytes / self.write_rate)
 
 
 class Budget:
-    """Bytes of the files that this process has allocated, never above `limit_bytes` (None: unlimited)."""
+    """Bytes of the files that this process has allocated, at most `limit_bytes` (None: unlimited)."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -55,17 +55,18 @@ class Budget:
         return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
 
     def reserve(self, num_bytes: int, *, path: Path) -> None:
-        """Take `num_bytes` for `path`; CacheFull where they would exceed the limit, and nothing is taken."""
+        """Reserve `num_bytes` for `path`; raises CacheFull, without reserving, if they exceed the limit."""
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
                 raise CacheFull(
-                    f"cache file {path} needs {num_bytes} bytes: {self.used_bytes} of this process's share "
-                    f"of --cache-limit, {self.limit_bytes}, are taken; raise it or take a deeper cut"
+                    f"cache file {path} needs {num_bytes} bytes, but {self.used_bytes} of this process's share of "
+                    f"--cache-limit ({self.limit_bytes} bytes) are used; raise --cache-limit, or choose a deeper "
+                    "cut with smaller rows"
                 )
             self.used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give back what `reserve` took, or what a removed file of an earlier run had been using."""
+        """Release bytes that `reserve` reserved, or those of a removed file of an earlier run."""
         with self._lock:
             self.used_bytes -= num_bytes
 
@@ -77,13 +78,13 @@ def free_bytes(directory: Path) -> int:
 
 
 def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "give another --cache-dir") -> None:
-    """Make `directory` and the folders above it where they are missing, and try to make a file in it.
+    """Create `directory` and its missing parents, and try to create a file in it.
 
-    What is made is for this user alone if `private`, else as the umask says. A full disk is no reason to refuse: the
-    rows there may still be read. `way_out` ends a refusal.
+    New folders are readable for this user only if `private`, else according to the umask. A full disk is accepted,
+    because existing rows can still be read. `way_out` is the last clause of the message.
 
     Raises:
-        CacheFault: it cannot be used, or anybody may replace what lies in it.
+        CacheFault: it cannot be used, or any user may replace its files.
     """
     mode = 0
     try:
@@ -102,37 +103,37 @@ def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "
             ) from error
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise CacheFault(
-            f"cache directory {directory} has mode {stat.S_IMODE(mode):o}: anybody may replace what lies in it; "
-            "chmod o-w it"
+            f"cache directory {directory} has mode {stat.S_IMODE(mode):o}, so any user may replace its files; run "
+            "chmod o-w on it"
         )
 
 
 def distrust(status: os.stat_result, *, private: bool) -> str:
-    """Return why a file's owner and mode forbid to believe what is in it, or nothing.
+    """Return why a file's owner and mode make it untrustworthy, or "".
 
-    Its digests show damage, not intent: whoever can write the file can fit them. If `private`, this user's own files
-    only are believed, else also those of others, as who shares a directory must.
+    The file's digests detect damage, not intent: a user who can write the file can adapt them. With `private`, only
+    this user's own files are trusted; without, also those of others, as in a shared directory.
     """
     mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
     if mode & stat.S_IWOTH:
-        return f"anybody may write to it (mode {mode:o}); chmod o-w it if its rows are yours, or remove it"
+        return f"any user may write to it (mode {mode:o}); run chmod o-w on it if its rows are yours, else remove it"
     if private and status.st_uid != mine:
         return (
-            f"it belongs to user {status.st_uid}, and this is user {mine}; remove it, or give hvfreeze train "
-            "--cache-shared if you trust whoever may write there"
+            f"it belongs to user {status.st_uid}, not to this user ({mine}); remove it, or pass --cache-shared to "
+            "hvfreeze train if you trust everybody who may write there"
         )
     if private and mode & stat.S_IWGRP:
         return (
-            f"its group may write to it (mode {mode:o}); chmod g-w it, or give hvfreeze train --cache-shared if you "
-            "trust them"
+            f"its group may write to it (mode {mode:o}); run chmod g-w on it, or pass --cache-shared to hvfreeze "
+            "train if you trust the group"
         )
     return ""
 
 
 def remove(path: Path, *, only: int | None = None) -> None:
-    """Remove a file of the cache, if that can be done: what is left behind costs space, and must not end a run.
+    """Remove a cache file if possible; a failure costs space but must not end a run.
 
-    With `only`, a descriptor, nothing but the file that is open there.
+    With `only`, a file descriptor, remove nothing but the file that is open there.
     """
     try:
         if only is None or is_at(only, path):
@@ -142,24 +143,24 @@ def remove(path: Path, *, only: int | None = None) -> None:
 
 
 def take_lock(path: Path, *, owner: str) -> FileLock:
-    """Return the lock at `path`, which says who holds it.
+    """Return the lock at `path`, which records its holder.
 
     Raises:
-        CacheBusy: another process holds it; the message says which.
-        CacheFault: the lock file cannot be made, or the file system has no locks.
+        CacheBusy: another process holds it; the message names the process.
+        CacheFault: the lock file cannot be created, or the file system has no locks.
     """
     try:
         lock = FileLock(path, temporary=True)
     except LockedError as locked:
-        raise CacheBusy(f"cache file {path.with_suffix('')} is being built by {locked.holder}") from None
+        raise CacheBusy(f"another process is writing cache file {path.with_suffix('')}: {locked.holder}") from None
     except OSError as error:
         raise CacheFault(
-            f"cache lock {path} cannot be made ({error}); give another --cache-dir or directory="
+            f"cache lock {path} cannot be created ({error}); choose another --cache-dir or directory="
         ) from error
     if not lock.held:
         lock.release()
         raise CacheFault(
-            f"cache lock {path} cannot be taken: this file system may have no locks; give a --cache-dir or "
+            f"cache lock {path} cannot be locked: the file system may not support locks; choose a --cache-dir or "
             "directory= on another"
         )
     # For people alone: a full disk has no room for it, and the lock holds without.

@@ -1,4 +1,4 @@
-"""The format of a cache file: rows as bytes, its manifest, and the digests that bind both."""
+"""The format of a cache file: rows as bytes, the manifest, and the digests of both."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ TYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_TYP
 
 
 def pack_keys(sample_ids: npt.ArrayLike | Tensor, views: npt.ArrayLike | Tensor) -> Keys:
-    """Return an int64 key for each (sample id, view), ordered as they are; both inputs have shape (rows,)."""
+    """Return an int64 key for each (sample id, view), in the same order; both inputs have shape (rows,)."""
     ids, view_numbers = np.asarray(sample_ids, dtype=np.int64), np.asarray(views, dtype=np.int64)
     if ids.ndim != 1 or ids.shape != view_numbers.shape:
-        raise ValueError(f"sample_ids {ids.shape} and views {view_numbers.shape} must be two equally long vectors")
+        raise ValueError(
+            f"sample_ids {ids.shape} and views {view_numbers.shape} must be two vectors of the same length"
+        )
     in_range = (ids >= 0) & (ids < 1 << (63 - VIEW_BITS)) & (view_numbers >= 0) & (view_numbers < 1 << VIEW_BITS)
     if not in_range.all():
         at = int(np.argmin(in_range))
-        raise ValueError(f"sample id {ids[at]}, view {view_numbers[at]}: need 0 <= id < 2^47 and 0 <= view < 65536")
+        raise ValueError(f"sample id {ids[at]}, view {view_numbers[at]}: must be 0 <= id < 2^47 and 0 <= view < 65536")
     return ids << VIEW_BITS | view_numbers
 
 
@@ -49,7 +51,7 @@ def unpack_keys(keys: Keys) -> tuple[Keys, Keys]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether the elements fill their memory without gaps or overlaps, in any order of the dimensions."""
+    """Return True if the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride != expected:
@@ -60,34 +62,36 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Type, shape and strides of the batches that a prefix computes, and their rows as bytes."""
+    """Type, shape and strides of the batches that a prefix computes, and the conversion of rows to bytes."""
 
     stored: torch.dtype
     computed: torch.dtype
-    """That training gets back."""
+    """The type that training gets back."""
     shape: tuple[int, ...]
-    """Of one row as the model sees it, e.g. (C, H, W)."""
+    """Shape of one row as the model sees it, e.g. (C, H, W)."""
     strides: tuple[int, ...]
-    """Of a whole batch of `batch_rows` rows, in elements."""
+    """Strides of a batch of `batch_rows` rows, in elements."""
     batch_rows: int
 
     @classmethod
     def of(cls, batch: Tensor, *, stored: torch.dtype | None) -> RowFormat:
-        """Return the format of a dense `batch` (rows, ...); `stored` None means the type that it has."""
+        """Return the format of a dense `batch` (rows, ...); with `stored` None it is stored in its own type."""
         if batch.dtype not in STORED_TYPES or (stored or batch.dtype) not in STORED_TYPES:
-            raise ValueError(f"activations are {batch.dtype}: cacheable are {', '.join(TYPE_BY_NAME)}")
+            raise ValueError(f"activations are {batch.dtype}; the cache stores {', '.join(TYPE_BY_NAME)}")
         if not is_dense(batch.shape, batch.stride()):
-            raise ValueError(f"activations have strides {batch.stride()}, which do not fill {tuple(batch.shape)}")
+            raise ValueError(
+                f"activations have strides {batch.stride()}, which are not dense for shape {tuple(batch.shape)}"
+            )
         return cls(stored or batch.dtype, batch.dtype, tuple(batch.shape[1:]), batch.stride(), len(batch))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dimensions of a batch other than the first, slowest in memory first: (2, 3, 1) for channels_last."""
+        """Dimensions of a batch except the first, slowest in memory first: (2, 3, 1) for channels_last."""
         return tuple(sorted(range(1, len(self.strides)), key=lambda dim: (-self.strides[dim], dim)))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of one row in the file: the dimensions in their physical order."""
+        """Shape of one row in the file: the dimensions in physical order."""
         return tuple(self.shape[dim - 1] for dim in self.order)
 
     @cached_property
@@ -101,12 +105,12 @@ class RowFormat:
         return math.prod(self.shape)
 
     def same_rows(self, other: RowFormat) -> bool:
-        """Tell whether the bytes of a row mean the same in both."""
+        """Return True if the bytes of a row mean the same in both formats."""
         ours, theirs = ((row.stored, row.computed, row.shape, row.order) for row in (self, other))
         return ours == theirs
 
     def pack(self, batch: Tensor) -> Tensor:
-        """Return rows (rows, elements) of the stored type in physical order; a view of `batch` where it can be."""
+        """Return rows (rows, elements) of the stored type in physical order; a view of `batch` if possible."""
         return batch.to(self.stored).permute(0, *self.order).reshape(len(batch), -1)
 
     def unpack(self, raw: Tensor, *, batch_rows: int) -> Tensor:
@@ -126,7 +130,7 @@ class RowFormat:
         return self.batch_rows == 1 or self.strides[0] >= max(others, default=1)
 
     def _strides_at(self, batch_rows: int) -> tuple[int, ...]:
-        """Return strides for other numbers of rows: dimensions outside the batch dimension are whole batches apart."""
+        """Return strides for another number of rows: dimensions outside the batch dimension are whole batches apart."""
         outside = self.strides[0] * self.batch_rows
         return tuple(
             stride // self.batch_rows * batch_rows if dim > 0 and stride >= outside else stride
@@ -149,7 +153,7 @@ NAMES = frozenset((PAYLOAD, *TABLES, "manifest", "manifest_sha256"))
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of the dataset `manifest`: what the rows are, and how many of them were written."""
+    """The manifest of a cache file: the identity of its rows, and how many of them were written."""
 
     fingerprint: Fingerprint
     row: RowFormat
@@ -159,7 +163,7 @@ class Manifest:
 
     @property
     def range_rows(self) -> int:
-        """Rows under one SHA-256: about a MiB of them."""
+        """Rows under one SHA-256, about 1 MiB."""
         return max(1, RANGE_BYTES // self.row.row_bytes)
 
     @property
@@ -185,7 +189,7 @@ class Manifest:
         }
 
     def attributes(self) -> dict[str, dict[str, str | int]]:
-        """Return what people who open the file should see; nothing here is read back."""
+        """Return attributes for people who open the file; the program does not read them."""
         order = ",".join(map(str, self.row.order))
         cut, split = (str(self.fingerprint.fields.get(name, "")) for name in ("cut", "split"))
         return {
@@ -215,11 +219,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """Return the manifest in these bytes; CacheFault where they are none of this version, or contradict it."""
+        """Parse a manifest; raises CacheFault if it has another version or is inconsistent."""
         try:
             value = json.loads(content)
             if (value["format"], value["version"]) != (FORMAT, VERSION):
-                raise CacheFault(f"format {value['format']!r} version {value['version']!r}, need {VERSION}")
+                raise CacheFault(
+                    f"it has format {value['format']!r} version {value['version']!r}; this version reads {VERSION}"
+                )
             fingerprint = Fingerprint.of(value["identity"], exactness=value["exactness"])
             types = TYPE_BY_NAME[value["stored"]], TYPE_BY_NAME[value["computed"]]
             shape, strides = (tuple(map(int, value[name])) for name in ("shape", "strides"))
@@ -229,21 +235,21 @@ class Manifest:
         except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
             raise CacheFault(f"its manifest is unreadable ({error!r})") from error
         if not agrees:
-            raise CacheFault("its manifest contradicts itself")
+            raise CacheFault("its manifest is inconsistent")
         manifest._check_sizes()
         return manifest
 
     def _check_sizes(self) -> None:
         if not (0 < self.rows <= self.capacity <= MAX_ROWS):
-            raise CacheFault(f"{self.rows} rows of {self.capacity}: need 0 < rows <= capacity <= {MAX_ROWS}")
+            raise CacheFault(f"it has {self.rows} rows of {self.capacity}; must be 0 < rows <= capacity <= {MAX_ROWS}")
         row = self.row
         batch = (row.batch_rows, *row.shape)
         if min(batch) < 1 or len(batch) != len(row.strides) or not is_dense(batch, row.strides):
-            raise CacheFault(f"strides {row.strides} do not fill a batch of shape {batch}")
+            raise CacheFault(f"its strides {row.strides} are not dense for a batch of shape {batch}")
 
 
 def manifest_digest(pieces: Callable[[str], Iterable[bytes]], regions: Mapping[str, Region]) -> bytes:
-    """Return a SHA-256 over the manifest and all tables, taken piece by piece, and over what the payload is."""
+    """Return a SHA-256 over the manifest, all tables (read piece by piece) and the type of the payload."""
     payload = regions[PAYLOAD]
     digest = hashlib.sha256(f"{FORMAT} {VERSION}\0{payload.shape}{payload.dtype}".encode())
     for name in ("manifest", *TABLES):
@@ -254,13 +260,13 @@ def manifest_digest(pieces: Callable[[str], Iterable[bytes]], regions: Mapping[s
 
 
 def start_range(manifest: Manifest, index: int) -> hashlib._Hash:
-    """Return a SHA-256 that is bound to range `index` of these activations, and still waits for the range's bytes."""
+    """Return a SHA-256 seeded with range `index` of these activations, to be updated with the range's bytes."""
     bound = f"{FORMAT}\0{manifest.fingerprint.digest}\0{PAYLOAD}\0".encode()
     return hashlib.sha256(bound + index.to_bytes(8, "little"))
 
 
 class RangeHasher:
-    """The digests of rows that arrive in file order."""
+    """The range digests of rows that arrive in file order."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -270,7 +276,7 @@ class RangeHasher:
         self._open = start_range(manifest, 0)
 
     def update(self, content: memoryview) -> None:
-        """Take the bytes of the next rows."""
+        """Update the digests with the bytes of the next rows."""
         while len(content):
             taken = content[: self._range_bytes - self._filled]
             self._open.update(taken)
@@ -287,10 +293,10 @@ class RangeHasher:
 
 
 def verify_ranges(manifest: Manifest, digests: Sequence[bytes], read: Callable[[int, int], bytes]) -> None:
-    """Compare all rows, of which `read` returns those from the first to before the second number, with their digests.
+    """Compare all rows with their digests; `read(first, last)` returns the bytes of rows first..last-1.
 
     Raises:
-        CacheFault: a range does not have the contents that its digest was taken from.
+        CacheFault: the contents of a range do not match its digest.
     """
     for index, first in enumerate(range(0, manifest.rows, manifest.range_rows)):
         last = min(first + manifest.range_rows, manifest.rows)
@@ -301,7 +307,7 @@ def verify_ranges(manifest: Manifest, digests: Sequence[bytes], read: Callable[[
 
 
 def tables(manifest: Manifest, keys: Keys, digests: list[bytes], *, manifest_bytes: int) -> dict[str, bytes]:
-    """Return the bytes of every dataset but the rows and the manifest's digest."""
+    """Return the bytes of every dataset except the rows and the manifest's digest."""
     ids, views = np.full(manifest.capacity, UNWRITTEN, "<i8"), np.full(manifest.capacity, UNWRITTEN, "<i4")
     ids[: len(keys)], views[: len(keys)] = unpack_keys(keys)
     return {

@@ -1,8 +1,8 @@
-"""The only module that touches the HDF5 library: it makes the frame of a file, and finds the datasets of one.
+"""The only module that uses the HDF5 library: creates the frame of a file, and locates the datasets of one.
 
-Neither direction lets the library near the payload. A new file's metadata is made in memory and written by the
-caller, because the library crashes when a disk fills up under it. Of an existing file only the places of the datasets
-are taken, after everything that could lead outside of the file or to an allocation was refused.
+The library never touches the payload. The metadata of a new file is created in memory and written by the caller,
+because the library crashes if a disk becomes full. Of an existing file only the positions of the datasets are read,
+after everything that could lead outside the file or to an allocation was refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION_BOUNDS = ("v110", "v110")
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous dataset: where its bytes lie in the file."""
+    """A contiguous dataset: the position of its bytes in the file."""
 
     offset: int
     shape: tuple[int, ...]
@@ -42,13 +42,13 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """Bytes of the dataset in the file."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Frame:
-    """An HDF5 file without its payload: `extents` are the metadata bytes by offset, `size` the whole file's bytes."""
+    """An HDF5 file without payload: `extents` are the metadata bytes by offset, `size` the bytes of the whole file."""
 
     extents: Mapping[int, bytes]
     regions: Mapping[str, Region]
@@ -56,7 +56,7 @@ class Frame:
 
 
 class _SparseFile(io.RawIOBase):
-    """A file in memory that holds only what was written, so that a frame of a terabyte costs a kilobyte."""
+    """A sparse file in memory, so that a frame of a terabyte needs a kilobyte."""
 
     def __init__(self) -> None:
         self.extents: dict[int, bytes] = {}
@@ -86,7 +86,7 @@ class _SparseFile(io.RawIOBase):
 def make_frame(
     datasets: Mapping[str, tuple[tuple[int, ...], str]], attributes: Mapping[str, Mapping[str, str | int]]
 ) -> Frame:
-    """Return the frame of a file with these fixed-size contiguous datasets."""
+    """Return the frame of a file with these contiguous datasets of fixed size."""
     image = _SparseFile()
     regions = {}
     alignment = {"alignment_threshold": PAGE_BYTES, "alignment_interval": PAGE_BYTES}
@@ -107,14 +107,14 @@ def make_frame(
 
 
 def find_regions(path: Path, *, names: frozenset[str], private: bool = False) -> tuple[int, dict[str, Region]]:
-    """Open a file that may have been made by anybody and return a descriptor and where its datasets lie.
+    """Open an untrusted file; return a descriptor and the positions of its datasets.
 
-    Nothing is allocated or read beyond the library's own metadata. The descriptor is the caller's to close.
+    Nothing is allocated or read except the library's own metadata. The caller must close the descriptor.
 
     Raises:
-        CacheFault: `path` is a link, no regular file or no HDF5, or it holds anything but exactly `names` as plain,
-            contiguous, unfiltered datasets of known types that lie inside the file and do not overlap; or others may
-            have written it, see `distrust`.
+        CacheFault: `path` is a link, not a regular file or not HDF5; it contains anything but exactly `names` as plain,
+            contiguous, unfiltered datasets of known types inside the file without overlap; or another user may have
+            written it, see `distrust`.
     """
     descriptor = _open_regular(path)
     try:
@@ -124,12 +124,15 @@ def find_regions(path: Path, *, names: frozenset[str], private: bool = False) ->
         # The library raises many types for a malformed file, and every one of them means the same here.
         try:
             with h5py.File(path, "r", locking=False) as file:
-                _require(os.path.sameopenfile(file.id.get_vfd_handle(), descriptor), "it was replaced while opening")
+                _require(
+                    os.path.sameopenfile(file.id.get_vfd_handle(), descriptor),
+                    "another process replaced it while it was being opened",
+                )
                 regions = {name: _region(file, name, size) for name in _flat_names(file, names)}
         except CacheFault:
             raise
         except Exception as error:
-            raise CacheFault(f"it is no readable HDF5 file ({error})") from error
+            raise CacheFault(f"it is not a readable HDF5 file ({error})") from error
         _require_disjoint(regions)
     except CacheFault as fault:
         os.close(descriptor)
@@ -142,39 +145,39 @@ def _open_regular(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise CacheFault(f"cache file {path} refused: cannot be opened without following links ({error})") from error
+        raise CacheFault(f"cache file {path} refused: it cannot be opened without following links ({error})") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CacheFault(f"cache file {path} refused: it is no regular file")
+        raise CacheFault(f"cache file {path} refused: it is not a regular file")
     return descriptor
 
 
 def _flat_names(file: h5py.File, names: frozenset[str]) -> list[str]:
     _require(file.userblock_size == 0, "it has a user block")
-    _require(len(file.id) == len(names), f"its root group holds {len(file.id)} entries, not {len(names)}")
+    _require(len(file.id) == len(names), f"its root group has {len(file.id)} entries instead of {len(names)}")
     for name in sorted(names):
         _require(file.id.links.exists(name.encode()), f"dataset '{name}' is missing")
         link = file.id.links.get_info(name.encode())
         _require(link.type == h5py.h5l.TYPE_HARD, f"'{name}' is a soft or external link")
         kind = h5py.h5o.get_info(file.id, name.encode()).type
-        _require(kind == h5py.h5o.TYPE_DATASET, f"'{name}' is no dataset")
+        _require(kind == h5py.h5o.TYPE_DATASET, f"'{name}' is not a dataset")
     return sorted(names)
 
 
 def _region(file: h5py.File, name: str, file_size: int) -> Region:
     dataset = h5py.h5d.open(file.id, name.encode())
     place, space, kind = dataset.get_create_plist(), dataset.get_space(), dataset.get_type()
-    _require(place.get_external_count() == 0, f"'{name}' keeps its data in another file")
+    _require(place.get_external_count() == 0, f"'{name}' stores its data in another file")
     _require(place.get_layout() == h5py.h5d.CONTIGUOUS, f"'{name}' is virtual, chunked or compact, not contiguous")
-    _require(place.get_nfilters() == 0, f"'{name}' passes through filters")
+    _require(place.get_nfilters() == 0, f"'{name}' uses filters")
     dtype = next((known for known in ALLOWED_TYPES if kind.equal(h5py.h5t.py_create(np.dtype(known)))), None)
     if dtype is None:
-        raise CacheFault(f"'{name}' has a type other than {', '.join(ALLOWED_TYPES)}")
-    _require(space.get_simple_extent_type() == h5py.h5s.SIMPLE, f"'{name}' is no array")
+        raise CacheFault(f"the type of '{name}' is not one of {', '.join(ALLOWED_TYPES)}")
+    _require(space.get_simple_extent_type() == h5py.h5s.SIMPLE, f"'{name}' is not an array")
     _require(0 < space.get_simple_extent_ndims() <= MAX_DIMENSIONS, f"'{name}' has too many dimensions")
     region = Region(dataset.get_offset() or 0, tuple(map(int, space.get_simple_extent_dims())), dtype)
     inside = region.offset > 0 and region.offset + region.nbytes <= file_size
-    _require(min(region.shape) > 0 and inside, f"'{name}' {region.shape} does not lie inside the {file_size} bytes")
+    _require(min(region.shape) > 0 and inside, f"'{name}' {region.shape} exceeds the file's {file_size} bytes")
     return region
 
 

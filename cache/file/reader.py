@@ -42,17 +42,17 @@ from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.files import LockedError, is_at, kept_unlocked
 
 HUGE_BYTES = 4 << 20
-"""From here on memory is kept: the page faults of new memory take longer than the copy."""
+"""Bytes from which memory is reused: page faults of new memory would take longer than the copy."""
 ReadRows = Callable[[int, int], bytes]
-"""Gives rows, from the first to before the second number, as bytes."""
+"""Returns rows first..last-1 as bytes."""
 MOST_KEPT = 8
-"""Pieces of memory that wait for the next read."""
+"""Pieces of memory that are kept for the next reads."""
 ALIGNMENT = 64
-"""As torch's own memory: kernels may give other bits elsewhere."""
+"""Alignment of torch's own memory: kernels may compute other bits with another one."""
 
 
 class Room:
-    """Memory for large batches, which is used again as soon as nobody holds what it held. Any thread may take some."""
+    """A pool of memory for large batches; a piece is reused when no tensor refers to it. Thread-safe."""
 
     def __init__(self) -> None:
         # Its methods are atomic: memory comes back wherever the last view of it dies, also while some is being taken.
@@ -78,9 +78,9 @@ class Room:
 
 
 class MappedRows:
-    """Fixed-size rows inside a file. The file may be deleted while it is mapped, and stays readable.
+    """Memory-mapped rows of fixed size in a file, which stay readable if the file is deleted.
 
-    A read looks at the file's size first, because touching a mapping beyond a truncated file's end kills the process.
+    A read checks the file's size first, because access beyond the end of a truncated file kills the process.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MappedRows:
         """Map the rows.
 
         Raises:
-            CacheFault: the rows do not lie inside the file, or there is no address space for them.
+            CacheFault: the rows exceed the file, or the address space is exhausted.
         """
         self.num_rows = num_rows
         self.row_bytes = row_bytes
@@ -113,7 +113,7 @@ class MappedRows:
             mapped = mmap.mmap(self._descriptor, self._end, prot=mmap.PROT_READ)
         except (OSError, ValueError, OverflowError) as error:
             self.close()
-            raise CacheFault(f"cache file {name} cannot be mapped ({error})") from error
+            raise CacheFault(f"cache file {name} cannot be memory-mapped ({error})") from error
         except CacheFault:
             self.close()
             raise
@@ -124,11 +124,11 @@ class MappedRows:
             self._rows = torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(num_rows, -1)
 
     def seal(self, verify: Callable[[ReadRows], None]) -> None:
-        """Take the file for finished: from now on a change of it is a fault.
+        """Mark the file as finished: a later change of it is a fault.
 
-        Times can be put back after a change, but not the time of that. So where the entry of the file has changed
-        (its name or mode, or it was removed), `verify` is given `pread`, reads all rows again, and raises CacheFault
-        where they have. It must not hold this object: its memory is to go with the last tensor that refers to it.
+        A process can restore the modification time of a file, but not its change time. So if the inode changed (name,
+        mode or removal), `verify` is called with `pread`, reads all rows again, and raises CacheFault if they differ.
+        It must not refer to this object, whose memory is freed with the last tensor that refers to it.
         """
         self._verify = verify
         status = os.fstat(self._descriptor)
@@ -160,17 +160,17 @@ class MappedRows:
         except OSError as error:
             raise CacheFault(f"cache file {self._name} cannot be read ({error.strerror})") from error
         if len(content) != length:
-            raise CacheFault(f"cache file {self._name} ends {length - len(content)} bytes early")
+            raise CacheFault(f"cache file {self._name} is {length - len(content)} bytes too short")
         return content
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether `path` is this very file; not where that cannot be looked at."""
+        """Return True if `path` is this very file; False if that cannot be determined."""
         with suppress(OSError):
             return is_at(self._descriptor, path)
         return False
 
     def close(self) -> None:
-        """Release the descriptor; the mapping goes with the last tensor that refers to it."""
+        """Close the descriptor; the mapping is freed with the last tensor that refers to it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -181,12 +181,14 @@ class MappedRows:
     def _check(self) -> None:
         status = self._status()
         if status.st_size < self._end:
-            raise CacheFault(f"cache file {self._name} was truncated to {status.st_size} bytes, needs {self._end}")
+            raise CacheFault(
+                f"cache file {self._name} was truncated to {status.st_size} bytes; it must have {self._end}"
+            )
         if self._sealed is None:
             return
         modified, touched = self._sealed
         if status.st_mtime_ns != modified:
-            raise CacheFault(f"cache file {self._name} was changed while it was in use")
+            raise CacheFault(f"cache file {self._name} was changed while in use")
         if status.st_ctime_ns != touched:
             self._look_again()
 
@@ -198,7 +200,7 @@ class MappedRows:
             raise CacheFault(f"cache file {self._name} cannot be read ({error.strerror})") from error
 
     def _look_again(self) -> None:
-        """Verify the rows, in one thread; the others wait."""
+        """Verify the rows in one thread; other threads wait."""
         with self._looking:
             status = self._status()
             sealed = status.st_mtime_ns, status.st_ctime_ns
@@ -209,7 +211,7 @@ class MappedRows:
             try:
                 self._verify(self.pread)
             except CacheFault as fault:
-                raise CacheFault(f"cache file {self._name} was changed while it was in use ({fault})") from fault
+                raise CacheFault(f"cache file {self._name} was changed while in use ({fault})") from fault
             finally:
                 self._is_looking = False
             self._sealed = sealed
@@ -220,7 +222,7 @@ MAX_TABLE_BYTES = 32 * MAX_ROWS
 
 
 class ActivationFile:
-    """The rows of one published file. `keys` (rows,) int64 belong to rows 0, 1, ... of the file, in this order."""
+    """The rows of one published file. `keys` (rows,) int64 belong to rows 0, 1, ... of the file."""
 
     def __init__(
         self,
@@ -230,10 +232,10 @@ class ActivationFile:
         disk: Disk | None = None,
         private: bool = False,
     ) -> None:
-        """Open `path` and check its frame, manifest and tables; the rows are only readable after `verify`.
+        """Open `path` and check its frame, manifest and tables; rows can be read after `verify`.
 
         Raises:
-            CacheMismatch: the file belongs to another fingerprint; the differing fields are named.
+            CacheMismatch: the file has another fingerprint; the differing fields are named.
             CacheFault: the file is damaged or unsafe.
         """
         self.path = path
@@ -245,7 +247,7 @@ class ActivationFile:
             self.file_bytes = os.fstat(descriptor).st_size
             self.manifest, self.keys, self._digests, self.digest = _read_tables(descriptor, regions)
             if expected is not None and expected.differences(self.manifest.fingerprint):
-                raise CacheMismatch(f"it holds something else: {expected.explain(self.manifest.fingerprint)}")
+                raise CacheMismatch(f"it was made for something else: {expected.explain(self.manifest.fingerprint)}")
             self._rows = MappedRows(
                 descriptor,
                 offset=regions[PAYLOAD].offset,
@@ -263,10 +265,10 @@ class ActivationFile:
             os.close(descriptor)
 
     def verify(self) -> None:
-        """Read the whole file once and compare every range; afterwards rows may be read.
+        """Read the whole file once and compare every range; afterwards rows can be read.
 
         Raises:
-            CacheFault: a range does not have the contents that its digest was taken from.
+            CacheFault: the contents of a range do not match its digest.
         """
         with self._verifying:
             if not self._verified:
@@ -277,13 +279,13 @@ class ActivationFile:
                 self._verified = True
 
     def verify_later(self, executor: Executor | None) -> None:
-        """Let `verify` happen elsewhere, or where it has not by then when rows are first read; None is then only."""
+        """Verify in another thread (`verifier`), or at the first read at the latest; with None at the first read."""
         self._to_verify = True
         if executor is not None:
             executor.submit(self.verify)
 
     def accept(self, digest: str) -> None:
-        """Take the rows for verified if another process has verified the file with this digest."""
+        """Mark the rows as verified if another process has verified the file with this digest."""
         self._verified = self._verified or digest == self.digest
 
     def _compare(self) -> None:
@@ -303,17 +305,17 @@ class ActivationFile:
         """
         if not self._verified:
             if not self._to_verify:
-                raise RuntimeError(f"cache file {self.path} was read before it was verified")
+                raise RuntimeError(f"cache file {self.path} must be verified before it is read")
             self.verify()
         self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._rows.read(rows)
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether `path` is this very file, and not another generation of it."""
+        """Return True if `path` is this very file, and not another generation of it."""
         return self._rows.is_at(path)
 
     def delete(self, budget: Budget) -> None:
-        """Remove the file, unless another one has its name; rows stay readable from here."""
+        """Remove the file, unless another one has its name; rows of this object stay readable."""
         if self.is_at(self.path):
             remove(self.path)
             budget.release(self.file_bytes)
@@ -323,7 +325,7 @@ def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest,
     for name in ("manifest", *TABLES):
         most = MAX_MANIFEST_BYTES if name == "manifest" else MAX_TABLE_BYTES
         if regions[name].nbytes > most:
-            raise CacheFault(f"its '{name}' has {regions[name].nbytes} bytes, more than the {most} of any cache")
+            raise CacheFault(f"its '{name}' has {regions[name].nbytes} bytes, more than the maximum of {most}")
     expected = _pread(descriptor, regions["manifest_sha256"])
     if manifest_digest(lambda name: _pieces(descriptor, regions[name]), regions) != expected:
         raise CacheFault("its manifest or tables are damaged")
@@ -331,21 +333,21 @@ def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest,
     for name, (shape, dtype) in manifest.datasets().items():
         region = regions[name]
         if name != "manifest" and (region.shape, region.dtype) != (shape, dtype):
-            raise CacheFault(f"'{name}' is {region.dtype} {region.shape}, its manifest says {dtype} {shape}")
+            raise CacheFault(f"'{name}' is {region.dtype} {region.shape}, but the manifest says {dtype} {shape}")
     parts = {name: _pread(descriptor, regions[name]) for name in TABLES}
     ids, views = np.frombuffer(parts["sample_ids"], "<i8"), np.frombuffer(parts["views"], "<i4")
     try:
         keys = pack_keys(ids[: manifest.rows], views[: manifest.rows])
     except ValueError as error:
-        raise CacheFault(f"its tables are not usable: {error}") from error
+        raise CacheFault(f"its tables cannot be used: {error}") from error
     if len(np.unique(keys)) != len(keys):
-        raise CacheFault("a sample and view occurs twice")
+        raise CacheFault("a pair of sample and view occurs twice")
     digests = [parts["range_sha256"][at : at + 32] for at in range(0, len(parts["range_sha256"]), 32)]
     return manifest, keys, digests, expected.hex()
 
 
 def _pieces(descriptor: int, region: Region) -> Iterator[bytes]:
-    """Return the region's bytes, never many at once: so much of a file is read before anything in it is trusted."""
+    """Return the region's bytes; few, because they are read before the file is trusted."""
     for start in range(0, region.nbytes, PIECE_BYTES):
         yield os.pread(descriptor, min(PIECE_BYTES, region.nbytes - start), region.offset + start)
 
@@ -353,7 +355,7 @@ def _pieces(descriptor: int, region: Region) -> Iterator[bytes]:
 def _pread(descriptor: int, region: Region) -> bytes:
     content = os.pread(descriptor, region.nbytes, region.offset)
     if len(content) != region.nbytes:
-        raise CacheFault("it ends early")
+        raise CacheFault("it is too short")
     return content
 
 
@@ -364,17 +366,17 @@ LOCK_SUFFIX = ".lock"
 
 
 def path_of(directory: Path, fingerprint: Fingerprint, *, shard: str) -> Path:
-    """Return where the rows of `fingerprint` that rank R of N writes belong; `shard` is "RofN"."""
+    """Return the path for the rows of `fingerprint` that rank R of N writes; `shard` is "RofN"."""
     return directory / f"activations-{fingerprint.digest[:DIGEST_CHARACTERS]}-{shard}.h5"
 
 
 def shard_of(path: Path) -> int:
-    """Return the rank that has written the file at `path`, by its name."""
+    """Return the rank that has written the file at `path`, from its name."""
     return int(path.stem.rpartition("-")[2].partition("of")[0])
 
 
 def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
-    """Return the files of `fingerprint`, of all ranks and of runs of any size."""
+    """Return the files of `fingerprint` by all ranks, and by runs of any size."""
     pattern = f"activations-{fingerprint.digest[:DIGEST_CHARACTERS]}-*.h5"
     return sorted(path for path in directory.glob(pattern) if FILE_NAME.fullmatch(path.name))
 
@@ -382,7 +384,7 @@ def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
 def open_listed(
     path: Path, fingerprint: Fingerprint, *, private: bool, disk: Disk | None = None
 ) -> ActivationFile | None:
-    """Return the file at `path`; None when its owner has removed it since the directory was listed."""
+    """Return the file at `path`; None if its owner has removed it since the directory was listed."""
     try:
         return ActivationFile(path, expected=fingerprint, disk=disk, private=private)
     except CacheFault:
@@ -392,7 +394,7 @@ def open_listed(
 
 
 def directory_bytes(directory: Path) -> int:
-    """Return the bytes of all cache files in `directory`, finished or not; links and locks do not count."""
+    """Return the bytes of all cache files in `directory`, finished or not, without links and locks."""
     total = 0
     for path in (*directory.glob("activations-*.h5"), *directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}")):
         # Another job may have removed it meanwhile.
@@ -403,9 +405,9 @@ def directory_bytes(directory: Path) -> int:
 
 
 def remove_left_over(directory: Path) -> None:
-    """Remove what builders have left that were killed on this machine: it fills the disk and counts towards a limit.
+    """Remove files of killed writers on this machine, because they fill the disk and count towards a limit.
 
-    Of those on other machines nothing is certain: some file systems keep locks to each machine.
+    Files of other machines are kept, because some file systems have locks per machine only.
     """
     for temporary in directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}"):
         lock = temporary.with_suffix(LOCK_SUFFIX)
@@ -418,21 +420,21 @@ def remove_left_over(directory: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Present:
-    """What lies in a directory of the rows that a process may store."""
+    """The cached and missing ones among the rows that a process may store."""
 
     rows: int
-    """That may be read."""
+    """Rows that can be read."""
     absent: Keys
-    """(rows,) keys of the others, ascending."""
+    """(rows,) keys of the missing rows, ascending."""
     rows_to_complete: int = 0
-    """Those of them in the process's own file, where that is incomplete: completing it writes them anew."""
+    """Rows in the process's own incomplete file, which are rewritten when it is completed."""
 
 
 def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard: str, private: bool = True) -> Present:
-    """Return which of `keys`, each once, lie in published files of `fingerprint`.
+    """Return which of `keys`, each once, are in published files of `fingerprint`.
 
     Raises:
-        CacheFault: a file of this fingerprint is damaged, unsafe or belongs to another one.
+        CacheFault: a file with this fingerprint is damaged, unsafe or belongs to another one.
     """
     own, missing, in_own = path_of(directory, fingerprint, shard=shard), np.unique(keys), 0
     total = len(missing)
@@ -447,7 +449,7 @@ def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard
 
 
 def refusals(directory: Path, fingerprint: Fingerprint) -> list[str]:
-    """Return a line for each fingerprint of files of the same split and cut that are not used, naming what differs.
+    """Return a message per fingerprint of files with the same split and cut that are not used; names the differences.
 
     Files of one fingerprint, which ranks have written together, are opened once for all of them.
     """

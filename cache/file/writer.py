@@ -1,8 +1,8 @@
-"""One cache file being made behind the training's back: allocated whole, filled row after row, published by a rename.
+"""Writes one cache file in the background: allocates it, appends rows, and publishes it by a rename.
 
-Rows are placed in the order in which they come, so every batch is one sequential write and ranges are hashed as they
-fill. The reader's promise rests on this order of events: nothing has the final name before everything under it is on
-the disk, and nothing writes to a file that has it.
+Rows are stored in the order in which they come, so every batch is one sequential write, and ranges are hashed as they
+fill. Readers rely on this order: a file gets its final name only after all of it is on the disk, and a file with its
+final name is never written to.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ STAGED_BATCHES = 3
 
 
 class FileWriter:
-    """A file under a temporary name, whose rows are readable from here as soon as they were appended.
+    """A file under a temporary name, whose rows are readable as soon as they were appended.
 
-    Batches are copied into staging buffers, and one thread carries them to the disk: what fails there is raised by the
-    next call. All methods but `read` belong to one thread; rows are numbered in the order of `append`.
+    Batches are copied into staging buffers, and one thread writes them to the disk. Its errors are raised by the next
+    call. All methods except `read` belong to one thread; rows are numbered in the order of `append`.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class FileWriter:
 
         Args:
             path: final name.
-            lock: the lock of `path`, held by the caller; this releases it, also when it raises.
-            manifest: of the file; its `rows` is set at publication.
-            budget: pays for the file.
-            disk: how fast it is.
-            staging_rows: the most rows of an `append`; up to three times that is kept in memory.
-            replaces: bytes of the file that now has the name, given back to the budget at publication.
-            private: nobody else may read it; without, its group may.
+            lock: the lock of `path`, held by the caller; this object releases it, also if the constructor raises.
+            manifest: manifest of the file; its `rows` is set at publication.
+            budget: limit that the file counts towards.
+            disk: the disk's speed.
+            staging_rows: largest number of rows of an `append`; up to three times that is kept in memory.
+            replaces: bytes of the file that now has the name, released from the budget at publication.
+            private: only this user may read it; without, the group may too.
 
         Raises:
-            CacheFull: it does not fit; nothing is left behind.
+            CacheFull: it does not fit; no file is left behind.
             CacheFault: the directory cannot be written.
         """
         self.path, self.manifest = path, manifest
@@ -107,7 +107,7 @@ class FileWriter:
             self._free.put(torch.empty(staging_rows, manifest.row.num_elements, dtype=manifest.row.stored))
 
     def append(self, keys: Keys, rows: Tensor, *, select: Tensor) -> None:
-        """Take a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
+        """Append a copy of rows `select` of `rows` (batch, elements); the batch may be changed afterwards.
 
         Raises:
             CacheFault: an earlier write has failed.
@@ -120,7 +120,7 @@ class FileWriter:
         self._submit(lambda: self._write(keys, taken), staged=staged)
 
     def copy(self, source: ActivationFile) -> None:
-        """Take over all rows of `source`, in its order, once they are verified."""
+        """Append all rows of `source`, in its order, once they are verified."""
         self.appended += len(source.keys)
 
         def copy() -> None:
@@ -145,24 +145,24 @@ class FileWriter:
         return self._mapped.read(rows)
 
     def is_at(self, path: Path) -> bool:
-        """Tell whether `path` is this very file."""
+        """Return True if `path` is this very file."""
         return self._mapped.is_at(path)
 
     def mark_inexact(self) -> None:
-        """Let the file count as exact for no run: rows of several origins are in it."""
+        """Mark the file as inexact for every run, because it contains rows of several origins."""
         self.manifest = replace(self.manifest, fingerprint=Fingerprint.of(self.manifest.fingerprint.fields))
 
     def publish(self) -> None:
-        """Let the file be published once everything appended so far is in it."""
+        """Publish the file once everything appended so far is in it."""
         self._submit(self._publish)
 
     def close(self, *, keep: bool) -> None:
-        """Wait for what was asked for; an unpublished file is published if `keep` and it has rows, else removed.
+        """Wait for pending work; publish an unpublished file if `keep` and it has rows, else remove it.
 
-        Rows stay readable from here.
+        Rows of this object stay readable.
 
         Raises:
-            CacheFault: something has failed that no call has reported yet.
+            CacheFault: an error that no call has reported yet.
         """
         if keep and self.appended:
             self.publish()
@@ -171,7 +171,7 @@ class FileWriter:
         self._check()
 
     def delete(self, budget: Budget) -> None:
-        """Remove the closed file, unless another one has taken its name; rows stay readable from here."""
+        """Remove the closed file, unless another one has its name; rows of this object stay readable."""
         if self._published and self._reserved:
             if self.is_at(self.path):
                 remove(self.path)
@@ -184,7 +184,9 @@ class FileWriter:
         # Left by a process that was killed: the lock says that nobody writes to it any more.
         self._temporary.unlink(missing_ok=True)
         if size + SPARE_BYTES > free_bytes(directory):
-            raise CacheFull(f"cache file {self.path} needs {size} bytes, {directory} has {free_bytes(directory)} free")
+            raise CacheFull(
+                f"cache file {self.path} needs {size} bytes, but {directory} has {free_bytes(directory)} free"
+            )
         self._descriptor = open_new(self._temporary, mode=0o600 if private else 0o640)
         os.posix_fallocate(self._descriptor, 0, size)
         for offset, content in self._frame.extents.items():
@@ -209,7 +211,7 @@ class FileWriter:
             raise self._error
 
     def _write(self, keys: Keys, rows: Tensor) -> None:
-        """Write `rows` (len(keys), elements), contiguous, of the stored type, behind those that were written."""
+        """Write `rows` (len(keys), elements), contiguous, of the stored type, after those already written."""
         content = rows.view(torch.uint8).numpy().reshape(-1).data
         self._disk.write(len(content))
         start = self._frame.regions[PAYLOAD].offset + self._written * self.manifest.row.row_bytes
@@ -219,7 +221,7 @@ class FileWriter:
         self._written += len(keys)
 
     def _publish(self) -> None:
-        """Give the file its final name, if it has not got it; where that fails, the file that had it is untouched."""
+        """Give the file its final name, if it does not have it; on failure the file with that name is untouched."""
         if self._published:
             return
         manifest = replace(self.manifest, rows=self._written)
@@ -232,7 +234,7 @@ class FileWriter:
         os.close(opened)
         # Where locks are each machine's own, a job on another one has put its file in this one's place.
         if found != regions or not self._mapped.is_at(self._temporary):
-            raise CacheFault(f"cache file {self.path} was changed by somebody else while it was made")
+            raise CacheFault(f"cache file {self.path} was changed by another process while it was being written")
         replace_file(self._descriptor, self._temporary, self.path)
         self._mapped.seal(partial(verify_ranges, manifest, digests))
         self._published = True
@@ -260,7 +262,7 @@ class FileWriter:
 
 
 def _fault_of(error: Exception, *, path: Path) -> CacheFault:
-    """Return `error` as a cache fault that names the file; a full disk and a cache fault keep their kind."""
+    """Return `error` as a cache fault that names the file; a full disk and a cache fault keep their type."""
     if isinstance(error, CacheFault):
         return error
     full = isinstance(error, OSError) and error.errno in FULL
@@ -269,7 +271,7 @@ def _fault_of(error: Exception, *, path: Path) -> CacheFault:
 
 
 def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
-    """Write all of `content`, however much a single call takes."""
+    """Write all of `content`, in several calls if necessary."""
     while len(content):
         count = os.pwrite(descriptor, content, offset)
         content, offset = content[count:], offset + count

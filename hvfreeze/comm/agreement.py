@@ -1,4 +1,4 @@
-"""What ranks settle among themselves before and beside training: failures, and equal starts."""
+"""Agreements between ranks outside training: shared failures, equal starts and gathered tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 PACK_BYTES = 2**22
-"""Of small tensors that travel together: each message waits for all ranks."""
+"""Bytes of small tensors that are sent as one message, because each message waits for all ranks."""
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
-    """Run `work` on every rank; where it fails on one, it fails on all, with the first failing rank's message.
+    """Run `work` on every rank; if it fails on one, raise the first failing rank's error on all. Collective.
 
     `work` may hold no collective. Collective.
     """
@@ -38,7 +38,7 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
 
 
 def results_of_all_ranks(world: World, work: Callable[[], T], *, name: str) -> list[T]:
-    """Do as `raise_on_all_ranks`, and return every rank's result, in rank order; for small ones. Collective."""
+    """Do as `raise_on_all_ranks`, and return the results of all ranks in rank order; for small results. Collective."""
     error: HvfreezeError | None = None
     result: T | None = None
     try:
@@ -60,9 +60,9 @@ ROUND_SECONDS = 10.0
 
 
 def go_in_rounds(world: World, steps: Iterable[object], *, name: str) -> None:
-    """Go through `steps`, of which ranks may have different numbers, and meet the others every few seconds. Collective.
+    """Iterate over `steps`, whose number may differ between ranks, and synchronize every few seconds. Collective.
 
-    If they met at the end only, ranks with fewer would take one with many more for stopped.
+    If ranks met only at the end, the stall watch would take a rank with many steps for a stopped one.
     """
     left = iter(steps)
     while any(world.allgather_object(_go_for_a_round(left), name=f"rounds.{name}")):
@@ -76,17 +76,17 @@ def _go_for_a_round(steps: Iterator[object]) -> bool:
 
 
 def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:
-    """Look at the data on one rank of each node; return rank 0's find, and what is particular to this rank's node.
+    """Read the data on one rank of each node; return rank 0's result and the result of this rank's node.
 
-    The work is one look a node, however many ranks it has, and one broadcast. Collective.
+    The data is read once per node, however many ranks it has, and broadcast once. Collective.
 
     Args:
         world: all ranks.
-        look: returns what is sent, a digest of it that must be equal everywhere, and what is particular to a node.
-        place: ranks of a node look at the same where this is equal.
+        look: returns the object to broadcast, a digest that must be equal on all nodes, and a result for its own node.
+        place: the path of the data; ranks of a node with equal places share one reading.
 
     Raises:
-        UsageError: places differ; names the first that differs from rank 0's.
+        UsageError: the digests differ; names the first place that differs from rank 0's.
     """
     here = (socket.gethostname(), place)
     places = world.allgather_object(here, name="look.data.places")
@@ -97,8 +97,8 @@ def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str)
     for rank, found in enumerate(facts):
         if found is not None and found[0] != facts[0][0]:  # type: ignore[index]  # rank 0 looks
             raise UsageError(
-                f"ranks were started with different data: {places[rank][1]} on rank {rank} ({places[rank][0]}) "
-                f"holds other files than {places[0][1]} on rank 0 ({places[0][0]}); bring the same to all of them"
+                f"the ranks have different data: {places[rank][1]} on rank {rank} ({places[rank][0]}) differs from "
+                f"{places[0][1]} on rank 0 ({places[0][0]}); copy the same files to all nodes"
             ).on_all_ranks()
     sent = world.broadcast_object(None if seen is None else seen[0], name="look.data.seen")
     own = next(found[1] for found, at in zip(facts, places, strict=True) if found is not None and at == here)
@@ -111,25 +111,32 @@ def check_equal(
     mine: dict[str, Any],
     *,
     apart: Sequence[str] = (),
-    remedy: str = "start all ranks with one command",
+    remedy: str = "start all ranks with the same command",
 ) -> None:
-    """Refuse to go on when ranks were started differently, leaves named in `apart` apart; `remedy` helps. Collective.
+    """Raise UsageError if `mine` differs between ranks. Collective.
+
+    Args:
+        world: all ranks.
+        what: the noun for messages.
+        mine: this rank's values, a tree of dicts.
+        apart: dotted names of leaves that may differ.
+        remedy: the last clause of the message.
 
     Raises:
-        UsageError: names the first rank that differs from rank 0, and in what.
+        UsageError: names the first rank and key that differ from rank 0.
     """
     gathered = world.allgather_object(flatten(mine, apart=apart), name=f"equal.{what}")
     for rank, theirs in enumerate(gathered):
         for key in sorted(set(gathered[0]) | set(theirs)):
             if theirs.get(key) != gathered[0].get(key):
                 raise UsageError(
-                    f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 "
-                    f"and {theirs.get(key)!r} on rank {rank}; {remedy}"
+                    f"ranks were started with different {what}: {key} is {gathered[0].get(key)!r} on rank 0 and "
+                    f"{theirs.get(key)!r} on rank {rank}; {remedy}"
                 ).on_all_ranks()
 
 
 def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves of a tree of dicts by dotted name, without those named in `apart`."""
+    """Return the leaves of a tree of dicts by dotted name, except those in `apart`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -141,50 +148,50 @@ def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies in memory.
+    """The memory layout of a tensor: type, shape and strides.
 
-    It travels as it lies, and is put together with the same strides: a block that is given the same numbers in another
-    order of the dimensions may compute other bits.
+    A tensor is sent in its memory order and received with the same strides, because a block may compute other bits from
+    equal numbers in another order of dimensions.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Dense: the elements fill their memory without gaps."""
+    """Strides in elements. The tensor is dense: its elements fill the memory without gaps."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, x: Tensor) -> TensorLayout:
-        """Return a tensor's layout, contiguous where it is not dense."""
+        """Return a tensor's layout; the contiguous one if the tensor is not dense."""
         # What is dense keeps its strides in a new tensor, what is not does not.
         strides = torch.empty_like(x, device="meta").stride()
         return cls(tuple(x.shape), tuple(strides), x.dtype)
 
     @property
     def num_elements(self) -> int:
-        """Of the whole tensor."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the tensor."""
         return self.num_elements * self.dtype.itemsize
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return the memory of `x`, a tensor of this layout, as a vector; shared with `x` where it lies right."""
+        """Return `x`, a tensor of this shape, as a vector in memory order; shares its memory if the strides match."""
         if x.stride() != self.strides:
             x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(x)
         return x.as_strided((self.num_elements,), (1,))
 
     def formed(self, memory: Tensor) -> Tensor:
-        """Undo `flat`, sharing the vector's memory."""
+        """Undo `flat`: return the vector as a tensor of this layout that shares its memory."""
         return memory.as_strided(self.shape, self.strides)
 
 
 def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
-    """Return on rank 0 the tensors of all ranks together, by their names; on the others an empty dict. Collective.
+    """Return the tensors of all ranks by name on rank 0, and an empty dict on the others. Collective.
 
-    Rank 0's own are not copied, and what the others send comes a few tensors at a time and stays where it has come, so
-    that rank 0 needs no memory but the result's.
+    Rank 0 does not copy its own tensors. It receives a few tensors at a time into their final memory, so it needs no
+    memory beyond the result.
     """
     own = {key: tensor.detach() for key, tensor in named}
     found = own if world.rank == 0 else {}
@@ -205,7 +212,7 @@ def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: s
 
 
 def packs_of(items: Iterable[T], size_of: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:
-    """Yield items in their order, as many together as the limit holds, one at least."""
+    """Yield items in order, in groups of at most `limit` bytes and at least one item."""
     pack: list[T] = []
     for item in items:
         if pack and sum(map(size_of, pack)) + size_of(item) > limit_bytes:

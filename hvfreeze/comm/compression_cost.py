@@ -1,4 +1,4 @@
-"""What a step would take with another compression: the network measured, the compression tried, the step forecast."""
+"""Predicts the time of a training step with each gradient compression from measured network and step times."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ SMALL_TIMES, MOST_TIMES, TIMES = 9, 16, 3
 
 @dataclass(frozen=True)
 class Network:
-    """What all ranks need to sum a message: `latency_seconds` and its bytes over `bytes_per_second`."""
+    """The cost of an allreduce: `latency_seconds` plus bytes / `bytes_per_second`."""
 
     bytes_per_second: float
-    """Bytes of the message, of which a rank sends 2 (n - 1) / n times as many."""
+    """Message bytes per second; each rank sends 2 (n - 1) / n times as many."""
     latency_seconds: float
-    """Of a message of next to no bytes, on ranks that have nothing else under way."""
+    """Seconds of an allreduce of a few bytes without other traffic."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long a message takes once it is on its way."""
+        """Return the seconds of an allreduce of `num_bytes` once it has started."""
         return num_bytes / self.bytes_per_second
 
     def line_rate(self, size: int) -> float:
-        """Return the bits that each of `size` ranks sends in a second."""
+        """Return the bits per second that each of `size` ranks sends."""
         return 8 * self.bytes_per_second * 2 * (size - 1) / size
 
 
 def measure_network(world: World) -> Network:
-    """Return what rank 0 measures; takes half a second, and a second where a link has 1 Mbit/s. Collective."""
+    """Measure the network on rank 0 and return the result on all ranks; takes 0.5 s, or 1 s at 1 Mbit/s. Collective."""
     latency = statistics.median(timed(world, SMALL_BYTES, 1) for _ in range(SMALL_TIMES))
     for number_of_bytes in TRIED_BYTES:
         taken = timed(world, number_of_bytes, 1)
@@ -61,7 +61,7 @@ def measure_network(world: World) -> Network:
 
 
 def timed(world: World, number_of_bytes: int, times: int) -> float:
-    """Return the seconds in which `times` messages of so many bytes are summed. Collective."""
+    """Return the seconds of `times` allreduces of `num_bytes` bytes. Collective."""
     messages = [torch.zeros(number_of_bytes // 4) for _ in range(times)]
     world.barrier(name="network.barrier")
     start = time.perf_counter()
@@ -72,48 +72,48 @@ def timed(world: World, number_of_bytes: int, times: int) -> float:
 
 
 CANDIDATES = ("none", "fp16", *(f"powersgd:{rank}" for rank in (32, 16, 8, 4, 2)))
-"""In order of what they change: each keeps less of a gradient than the one before."""
+"""Compressions in the order of their error: each keeps less of a gradient than the one before."""
 CHOSEN = CANDIDATES[: CANDIDATES.index("powersgd:16") + 1]
-"""What auto may choose. Rank 4 cost a point of accuracy in 156 steps (analysis/results/compression): others are for
-those who ask for them."""
+"""Compressions that `auto` may choose. Rank 4 lost a point of accuracy in 156 steps (analysis/results/compression), so
+the others need an explicit --compression."""
 CLOSE = 1.05
-"""A step as long as the shortest times this is as good: the transfer hides."""
+"""A step of up to this many times the shortest one counts as equally fast: its communication is hidden."""
 WORTH_TRYING = 1.5
-"""A forecast that is so many times the shortest may yet be wrong, one that is more is not."""
+"""A predicted step of up to this many times the shortest one is measured too, because the prediction may be wrong."""
 EXPOSED_SHARE = 0.1
-"""The part of a step that waiting for an exchange may take before it should be made less often."""
+"""Share of a step that waiting for the exchange may take before a larger --accumulate is recommended."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps were like on a rank, in seconds, without what they waited for others."""
+    """The seconds of a rank's steps without waiting for other ranks."""
 
     ready: Mapping[str, float]
-    """From the begin of a step's last backward pass until a parameter's gradient was there."""
+    """Seconds from the begin of the step's last backward pass to each parameter's gradient."""
     backward: float
-    """Of a step's last backward pass."""
+    """Seconds of a step's last backward pass."""
     rest: float
-    """Of all else in a step."""
+    """Seconds of the rest of a step."""
 
     @property
     def compute(self) -> float:
-        """A step's seconds if nothing had to be sent."""
+        """Seconds of a step without communication."""
         return self.backward + self.rest
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a step would be with one compression, in seconds."""
+    """The predicted step with one compression, in seconds."""
 
     step: float
     exposed: float
-    """Waiting for the exchange when the backward pass has ended."""
+    """Seconds of waiting for the exchange after the backward pass."""
 
 
 def forecast(
     messages: Sequence[Message], names: Sequence[str], steps: Steps, network: Network, *, own_seconds: float
 ) -> StepForecast:
-    """Return a step's forecast from `names` by slot, this rank's `steps`, and the compression's own seconds."""
+    """Return the predicted step for `messages` of the parameters `names`, given this rank's `steps`."""
     ends = [max((steps.ready.get(names[slot], 0.0) for slot in message.slots), default=0.0) for message in messages]
     backward = max([steps.backward, *ends])
     exposed = max(0.0, last_arrival(messages, ends, network) - backward)
@@ -121,10 +121,10 @@ def forecast(
 
 
 def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: Network) -> float:
-    """Return when all messages have arrived that are ready at these times, one after the other on one link.
+    """Return when all messages have arrived if they are ready at these times and share one link.
 
-    A message waits for those before it to be ready; a second sum follows when the first has arrived. On an idle link
-    a message first takes the time that ranks need to agree on it, behind another it has done so already.
+    A message waits until the messages before it are ready. Its second allreduce, if any, starts when the first has
+    arrived. On an idle link each message adds the latency of the ranks' agreement; on a busy link that is hidden.
     """
     queue: list[tuple[float, int, float, float]] = []
     latest = 0.0
@@ -143,32 +143,32 @@ def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: N
 
 
 def choose(forecasts: Mapping[str, StepForecast]) -> str:
-    """Return the first compression in their order whose step is next to none longer than the shortest."""
+    """Return the first compression, in order of error, whose step is about as short as the shortest."""
     return first_of_the_shortest({name: each.step for name, each in forecasts.items()})
 
 
 def first_of_the_shortest(seconds: Mapping[str, float]) -> str:
-    """Return the first name whose `seconds` are next to none more than the fewest."""
+    """Return the first name whose seconds are about as few as the fewest."""
     fewest = min(seconds.values())
     return next(name for name, each in seconds.items() if each <= CLOSE * fewest)
 
 
 def worth_trying(forecasts: Mapping[str, StepForecast], chosen: str) -> tuple[str, ...]:
-    """Return `chosen`, and what changes more and may be as short: steps themselves are to tell."""
+    """Return `chosen` and the more lossy compressions that may be as fast, to be measured."""
     shortest, names = min(each.step for each in forecasts.values()), list(forecasts)
     behind = names[names.index(chosen) + 1 :]
     return (chosen, *(name for name in behind if forecasts[name].step <= WORTH_TRYING * shortest))
 
 
 def batches_that_hide(exposed: float, batch_seconds: float) -> int:
-    """Return after how many batches of so many seconds an exchange takes a tenth of the time, or less."""
+    """Return the number of batches per step with which the exchange takes a tenth of the time, or less."""
     return max(1, math.ceil(exposed / (EXPOSED_SHARE / (1 - EXPOSED_SHARE) * batch_seconds)))
 
 
 def own_seconds(named: Named, compression: str) -> float:
-    """Return the seconds that a rank computes in a step for `compression`, beyond what it does without.
+    """Return the seconds that a rank spends on compression in each step.
 
-    The largest parameter that it applies to stands for all. Not a collective.
+    Measured on the largest compressed parameter and extrapolated to all. Not a collective.
     """
     thin, whole = thin_and_whole(named, compression)
     slots = thin or (whole if compression == "fp16" else [])
@@ -184,7 +184,7 @@ def own_seconds(named: Named, compression: str) -> float:
         return []
 
     def wait(handle: Any) -> None:
-        """Nothing was sent."""
+        """Do nothing: no message is sent."""
 
     def step() -> None:
         bucket.begin()
@@ -202,7 +202,7 @@ def own_seconds(named: Named, compression: str) -> float:
 
 
 def made_unlike(named: Named, world: World) -> frozenset[str]:
-    """Return those of `CHOSEN` of which ranks would make different bits from the same sums. Collective."""
+    """Return the compressions of `CHOSEN` that give different bits on different ranks. Collective."""
     mine = {}
     for compression in CHOSEN:
         kind, rank = parse_compression(compression)

@@ -1,4 +1,4 @@
-"""How long Horovod rests between two looks for work: longer where computing threads leave it no core."""
+"""Lengthens Horovod's cycle time if computing threads use all cores, so that its own thread does not preempt them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,44 @@ from hvfreeze.comm.resources import count_in, sharing_ranks
 from hvfreeze.comm.world import World
 
 LONG_CYCLE_MS = 5
-"""Instead of Horovod's 1: on two nodes whose cores are full, a step takes 3/4 of the time where nothing is sent."""
+"""Milliseconds instead of Horovod's 1. On two nodes with fully used cores, a step without communication takes 3/4 of
+the time."""
 JOBS_CORES = "HVFREEZE_CORES"
-"""Cores of a node that the job may use, where its launcher has said so."""
+"""Environment variables with the number of cores of a node that the job may use, set by the launcher."""
 
 
 def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
-    """Let Horovod rest longer between two looks for work where threads fill the cores of a node of several. Collective.
+    """Lengthen Horovod's cycle time if threads use all cores of a node and there are several nodes. Collective.
 
-    Nothing else may be on its way, and nobody may ask for sets of ranks later: Horovod cannot be started anew again.
+    No operation may be pending, and no process set may be requested later: Horovod cannot be restarted after that.
     Returns notes for the user, the same on every rank.
     """
     if not (isinstance(world, HorovodWorld) and wants_longer_rest(world, threads)):
         return []
     world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
-    return [f"computing threads fill the nodes' cores: Horovod looks for work every {LONG_CYCLE_MS} ms (${CYCLE_TIME})"]
+    return [
+        f"computing threads use all cores of the nodes: Horovod's cycle time set to {LONG_CYCLE_MS} ms (${CYCLE_TIME})"
+    ]
 
 
 def advice_on_longer_rest(world: World, threads: int) -> list[str]:
-    """Return, the same on every rank, what to set before a script starts Horovod itself, which then stays as it is.
+    """Return advice on the cycle time for a script that starts Horovod itself. Collective.
 
-    Collective.
+    The advice is the same on every rank; nothing is changed.
     """
     if not wants_longer_rest(world, threads):
         return []
-    way_out = f"set {CYCLE_TIME}={LONG_CYCLE_MS} before hvd.init(), or leave hvd.init() to hvfreeze"
-    return [f"computing threads fill the nodes' cores, from which Horovod takes some every millisecond: {way_out}"]
+    way_out = f"set {CYCLE_TIME}={LONG_CYCLE_MS} before hvd.init(), or let hvfreeze call hvd.init()"
+    return [f"computing threads use all cores of the nodes, and Horovod's own thread takes one every 1 ms: {way_out}"]
 
 
 def wants_longer_rest(world: World, threads: int) -> bool:
-    """Tell whether `threads` of each rank fill a node of several, and no cycle time was set. Collective.
+    """Return True if `threads` per rank use all cores of one of several nodes, and no cycle time is set. Collective.
 
-    In every cycle all ranks wait for each other, and occupy a core meanwhile. Where a thread that waits has to take its
-    core from one that computes, a cycle soon lasts longer than its time: there is then no rest at all, every rank's
-    thread waits for one that has no core, and this goes on by itself. On one node, through shared memory, it does not
-    come to this. What the user has set stays.
+    In every cycle all ranks wait for each other and occupy a core. If a waiting thread has to preempt a computing
+    thread, a cycle soon takes longer than the cycle time. Then there is no pause between cycles, and every rank waits
+    for a thread without a core. Ranks of one node exchange through shared memory and are not affected. A cycle time set
+    by the user is kept.
     """
     if not isinstance(world, HorovodWorld) or len(set(world.hosts)) == 1:
         return False

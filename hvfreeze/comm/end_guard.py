@@ -1,10 +1,10 @@
-"""Ends a rank that is stopped after it has left the others, when only the launcher still waits for it, without a limit.
+"""Kills a rank that is suspended after it has left the other ranks, so that the launcher does not wait forever.
 
-The other ranks may be gone by then, and a stopped process can do nothing for itself. So a rank that is about to leave
-MPI starts this file as a process of its own, which ends with the rank. It stands in the rank's process group: whoever
-ends, stops or lets go on the group means both.
+The other ranks may have ended by then, and a suspended process cannot act. So a rank that is about to leave MPI starts
+this file as a child process, which ends with the rank. The child is in the rank's process group, so signals to the
+group reach both.
 
-    python -S end_guard.py RANK LIMIT_SECONDS PROCESS      standard input: a pipe that PROCESS alone holds open
+    python -S end_guard.py RANK LIMIT_SECONDS PROCESS      standard input: a pipe that only PROCESS holds open
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import time
 
 LOOK_SECONDS = 0.5
 MOST_SECONDS = 2.0
-"""What a look may count for at most: who was stopped together with its rank has not seen it stopped meanwhile."""
+"""Longest time that one poll may count, in seconds: if the guard was suspended too, it does not know the rank's
+state."""
 SPEAK_SECONDS = 6.0
-"""After the limit: behind ranks that still wait and see for whom, before those that cannot see it."""
+"""Seconds after the limit: later than ranks that still wait and can name the suspended rank, earlier than the
+others."""
 
 
 def guard_end(rank: int, limit_seconds: float) -> None:
-    """Have this process ended when, from now on, it is stopped for `limit_seconds` (0: no guard) and SPEAK_SECONDS.
+    """Start a process that kills this one if it is suspended for `limit_seconds` plus SPEAK_SECONDS; 0 starts none.
 
-    Does nothing where no process can be started: that is no reason to end a job whose work is done.
+    Does nothing if no process can be started, because the job's work is already done.
     """
     import signal
     from contextlib import suppress
@@ -49,7 +51,7 @@ def guard_end(rank: int, limit_seconds: float) -> None:
 
 
 def watch(rank: int, limit_seconds: float, process: int) -> None:
-    """Return when `process`, the parent, has ended, or has been ended here because it was stopped for too long."""
+    """Watch the parent `process` until it ends; kill it if it is suspended for too long."""
     stopped, before = 0.0, time.monotonic()
     while os.getppid() == process and not select.select([0], [], [], LOOK_SECONDS)[0]:
         now = time.monotonic()
@@ -59,9 +61,9 @@ def watch(rank: int, limit_seconds: float, process: int) -> None:
             import signal
 
             print(
-                f"hvfreeze: error: rank {rank} on {os.uname().nodename} was stopped for {stopped:.0f} s after it had "
-                "left MPI, its work done, and the launcher waits for it alone; it is killed; "
-                "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+                f"hvfreeze: error: rank {rank} on {os.uname().nodename} has left MPI, but has been suspended for "
+                f"{stopped:.0f} s, and the launcher waits for it; it is killed now; "
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS sets the limit",
                 file=sys.stderr,
                 flush=True,
             )
@@ -70,7 +72,7 @@ def watch(rank: int, limit_seconds: float, process: int) -> None:
 
 
 def is_stopped(process: int) -> bool:
-    """Tell whether a process is stopped, by a signal or a debugger; False where that cannot be read."""
+    """Return True if a process is stopped by a signal or a debugger; False if its state cannot be read."""
     try:
         # Bytes: the kernel cuts a name at 15 of them, also within a letter.
         with open(f"/proc/{process}/stat", "rb") as file:

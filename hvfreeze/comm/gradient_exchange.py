@@ -1,8 +1,8 @@
-"""Gradients on their way through a step: buckets, each of which starts when it is full, in one order on all ranks.
+"""Gradient buckets, each of which is allreduced as soon as it is full, in the same order on all ranks.
 
-A bucket holds a run of parameters whose gradients travel together: as they are or as float16 in one flat buffer
-(`FlatBucket`), or as matrices of low rank (`LowRankBucket`). It depends on the parameters and the compression alone.
-Of an embedding's sparse gradient only the rows travel that a rank's batch has looked up.
+A bucket holds consecutive parameters whose gradients are sent together: as float32, float64 or float16 in one flat
+buffer (`FlatBucket`), or as low-rank matrices (`LowRankBucket`). The buckets depend only on the parameters and the
+compression. Of an embedding's sparse gradient, only the rows that a rank's batch has used are sent.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hvfreeze.errors import UsageError
 
 Named = Sequence[tuple[str, nn.Parameter]]
 TYPES = (torch.float32, torch.float64)
-"""What Horovod sums without loss; it does not know bfloat16, and float16 sums would lose what gradients need."""
+"""Types that Horovod sums exactly enough; it cannot sum bfloat16, and float16 sums lose precision."""
 
 TOP = 15
-"""All ranks' sum stays below 2^15 where every rank's largest value, before the division by their number, does."""
+"""Exponent limit: the sum over ranks stays below 2^15 if every rank's largest value, divided by their number, does."""
 HEADROOM = 4
 BOTTOM = TOP - HEADROOM - 12
-"""Below, what is smaller than the largest value by a factor of a thousand would have few bits left, or none."""
+"""Below this exponent, values a thousand times smaller than the largest keep few bits or none."""
 LARGEST_SCALE = 64
-"""As a power of two: a gradient that is unexpectedly large, 1e19, stays within float32. Below 1e-20 all is resent."""
+"""Loss scale exponent. Keeps gradients up to 1e19 within float32; below 1e-20 they are resent unscaled."""
 NOT_FINITE, ALL_ZERO = 2000.0, -2000.0
 
 
 class Fp16Compressor:
-    """The float16 copy of a bucket of `numel` elements, with every rank's largest exponent behind it.
+    """The float16 copy of a bucket of `numel` elements, followed by every rank's largest exponent.
 
-    `exponents` says what the last step's gradients were below, as a power of two, by parameter; it is read and written
-    here, and kept by the owner, because a bucket lives only until the cut moves.
+    `exponents` holds an upper bound of each parameter's gradient in the last step, as a power of two. The owner keeps
+    it, because a bucket exists only until the cut changes.
     """
 
     def __init__(self, numel: int, names: Sequence[str], *, rank: int, size: int, exponents: dict[str, int]) -> None:
@@ -50,7 +50,7 @@ class Fp16Compressor:
         self.tail_bytes = self._tops.nbytes
 
     def next_scale(self) -> float:
-        """Choose the step's scale, a power of two, from what is known; the same on all ranks."""
+        """Choose the scale of the step, a power of two, from the last exponents; equal on all ranks."""
         known = [self._exponents[name] for name in self._names if name in self._exponents]
         # A parameter of which nothing is known yet may have any gradient: as if it were 1.
         expected = max(known) if len(known) == len(self._names) else max([*known, 0])
@@ -58,7 +58,7 @@ class Fp16Compressor:
         return 2.0**self._shift
 
     def filled_from(self, flat: Tensor) -> Tensor:
-        """Return what travels for the scaled values in `flat`, which this rank has divided by the number of ranks."""
+        """Return the float16 message for the scaled values in `flat`, already divided by the number of ranks."""
         self.values.copy_(flat)
         self._tops.zero_()
         low, high = torch.aminmax(flat)
@@ -68,7 +68,7 @@ class Fp16Compressor:
         return self._wire
 
     def misfitted(self) -> bool:
-        """Tell, when the sum has arrived, whether the scale did not fit the values; learn for the next step."""
+        """Return True if the scale did not fit the values, once the sum has arrived; update the exponents."""
         top = float(self._tops.max())
         if ALL_ZERO < top < NOT_FINITE:
             self._exponents.update(dict.fromkeys(self._names, int(top) - self._shift))
@@ -76,36 +76,36 @@ class Fp16Compressor:
         return not self.fitted
 
     def unscale(self, flat: Tensor) -> None:
-        """Undo the scale in the sum; exact."""
+        """Divide the sum by the scale; exact."""
         if self._shift:
             flat.mul_(2.0**-self._shift)
 
 
 @dataclass
 class FlatBucket:
-    """A run of parameters of one type, last first, in one flat buffer."""
+    """Consecutive parameters of one type, last first, in one flat buffer."""
 
     name: str
     slots: list[int]
     flat: Tensor
     views: list[Tensor]
-    """Each slot's part of `flat`, with its parameter's shape and strides."""
+    """Views of `flat` for each slot, with the parameter's shape and strides."""
     half: Fp16Compressor | None
     before: float
-    """What gradients are multiplied by before they are summed."""
+    """Factors applied to gradients before and after they are summed."""
     scale: float = 1.0
-    """What a gradient is multiplied by on its way into `flat`."""
+    """Factor of a gradient when it is copied into `flat`."""
     missing: int = 0
     handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Wait for all slots again."""
+        """Start a step: wait for all slots."""
         self.missing, self.handles = len(self.slots), []
         # Before a sum of large halves could overflow; on the way, where it costs nothing.
         self.scale = self.before if self.half is None else self.half.next_scale() * self.before
 
     def copy_in(self, place: int, gradient: Tensor | None) -> Tensor:
-        """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
+        """Copy this rank's gradient of the slot at `place`, None for zero; return the tensor for the average."""
         if gradient is None:
             self.views[place].zero_()
         else:
@@ -115,28 +115,28 @@ class FlatBucket:
 
     @property
     def payload_bytes(self) -> int:
-        """Gradient bytes that a rank hands over in a step."""
+        """Gradient bytes that a rank sends in a step."""
         return self.flat.nbytes if self.half is None else self.half.values.nbytes
 
     @property
     def tail_bytes(self) -> int:
-        """What a rank hands over beside them."""
+        """Bytes that a rank sends in addition to the gradients."""
         return 0 if self.half is None else self.half.tail_bytes
 
     def start(self, send: Send) -> None:
-        """Start on the way what all slots have filled."""
+        """Start the allreduce; all slots must be filled."""
         self.handles = send(self.flat if self.half is None else self.half.filled_from(self.flat), self.name)
 
     def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
-        """Tell whether `advance` need not wait, which it never does."""
+        """Return True: `advance` never blocks."""
         return True
 
     def advance(self, send: Send, wait: Wait) -> int:
-        """Start what follows the first sum, and return its bytes: nothing."""
+        """Start the second allreduce; a flat bucket has none, so return 0 bytes."""
         return 0
 
     def finish(self, send: Send, wait: Wait) -> int:
-        """Return when `flat` holds what all ranks' sum is, and the bytes that had to be sent for it once more."""
+        """Wait until `flat` holds the sum over ranks; return the bytes that had to be resent."""
         for handle in self.handles:
             wait(handle)
         if self.half is None:
@@ -151,7 +151,7 @@ class FlatBucket:
         return self.flat.nbytes if again else 0
 
     def witness(self) -> Tensor:
-        """Return a number that is not finite where an entry of the average is not."""
+        """Return NaN or Inf if an entry of the average is NaN or Inf, else a finite number."""
         # A sum costs one pass; halves that fitted need none: every rank's largest exponent has been seen.
         return torch.zeros(()) if self.half is not None and self.half.fitted else self.flat.sum()
 
@@ -161,18 +161,18 @@ Bucket = FlatBucket | LowRankBucket
 
 @dataclass(frozen=True)
 class Scaling:
-    """What gradients are multiplied by before they are summed over ranks, and what their sum is."""
+    """Factors for gradients before they are summed over ranks, and for their sum."""
 
     before: float
     after: float = 1.0
 
     @classmethod
     def mean(cls, size: int) -> Scaling:
-        """Return that of the average over `size` ranks: divided before, when a sum of large halves could overflow."""
+        """Return the factors of an average over `size` ranks; divides first, so that float16 sums cannot overflow."""
         return cls(1 / size)
 
     def compressed(self, size: int) -> Scaling:
-        """Return what comes to the same where the sum must be the average: halves overflow, and errors are kept."""
+        """Return factors with the same result whose sum is the average, as float16 and error feedback need."""
         return self if self == Scaling.mean(size) else Scaling(1 / size, self.before * self.after * size)
 
 
@@ -188,18 +188,18 @@ def lay_out(
     title: str = "",
     before: float | None = None,
 ) -> list[Bucket]:
-    """Return the buckets, those of low rank first; in them every parameter has one place.
+    """Return the buckets, low-rank ones first; every parameter is in one bucket.
 
     Args:
         named: parameters.
-        slots: their numbers among all that the reducer carries.
+        slots: their indices among all carried parameters.
         compression: none, fp16 or powersgd:R.
-        rank: this rank's among `size`.
-        size: how many ranks the sums are over.
-        bucket_bytes: about so much travels together.
+        rank: this rank among `size`.
+        size: number of ranks in the allreduce.
+        bucket_bytes: target size of a bucket.
         exponents: see `Fp16Compressor`.
-        title: begins the buckets' names.
-        before: what gradients are multiplied by before they are summed; None divides by `size`. Low rank divides.
+        title: prefix of the buckets' names.
+        before: factor of gradients before they are summed; None divides by `size`. Low rank always divides.
     """
     kind, columns = parse_compression(compression)
     thin, whole = thin_and_whole(named, compression)
@@ -230,14 +230,14 @@ def lay_out(
 
 
 def thin_and_whole(named: Named, compression: str) -> tuple[list[int], list[int]]:
-    """Return the slots of the parameters that travel as matrices of low rank, and all others."""
+    """Return the slots of parameters that are sent as low-rank matrices, and all other slots."""
     kind, rank = parse_compression(compression)
     thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
     return thin, sorted(set(range(len(named))) - set(thin))
 
 
 def groups_of(named: Named, slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
-    """Return groups of `slots` of at least `group_bytes` of gradients, the last first; what is left is smaller."""
+    """Return groups of `slots` with at least `group_bytes` of gradients, last first; the final group may be smaller."""
     groups: list[list[int]] = [[]]
     for slot in reversed(slots):
         if sum(named[one][1].nbytes for one in groups[-1]) >= group_bytes:
@@ -247,7 +247,7 @@ def groups_of(named: Named, slots: Sequence[int], *, group_bytes: int) -> list[l
 
 
 def runs_of(named: Named, slots: Sequence[int], *, bucket_bytes: int) -> list[list[int]]:
-    """Return runs of `slots` of one type and about `bucket_bytes`, the last first; a larger parameter has its own."""
+    """Return runs of `slots` of one type and about `bucket_bytes`, last first; a larger parameter is alone."""
     runs: list[list[int]] = []
     filled, kind = bucket_bytes, None
     for slot in reversed(slots):
@@ -261,18 +261,19 @@ def runs_of(named: Named, slots: Sequence[int], *, bucket_bytes: int) -> list[li
 
 
 def check_types(named: Named) -> None:
-    """Raise UsageError for a parameter whose gradients cannot be exchanged."""
+    """Raise UsageError if the gradient of a parameter cannot be exchanged because of its type."""
     for name, parameter in named:
         if parameter.dtype not in TYPES:
             raise UsageError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}; gradients of float32 and float64 "
-                "parameters can be averaged over ranks: keep the parameters in float32 and compute under autocast"
+                f"parameter {name} has dtype {str(parameter.dtype).removeprefix('torch.')}, but only float32 and "
+                "float64 gradients can be averaged over ranks; keep the parameters in float32 and compute under "
+                "autocast"
             )
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is summed at once, and what is summed when that has arrived."""
+    """Bytes of the first allreduce of a bucket, and of the second one."""
 
     slots: Sequence[int]
     first_bytes: int
@@ -280,7 +281,7 @@ class Message:
 
 
 def messages_of(named: Named, *, compression: str, size: int, bucket_bytes: int) -> list[Message]:
-    """Return what a rank hands over in a step, in order: the bytes that `lay_out` makes, without its buffers."""
+    """Return the messages that a rank sends in a step, in order: the sizes of the buckets of `lay_out`."""
     kind, rank = parse_compression(compression)
     thin, whole = thin_and_whole(named, compression)
     messages = []
@@ -295,13 +296,13 @@ def messages_of(named: Named, *, compression: str, size: int, bucket_bytes: int)
 
 
 class GradientExchange:
-    """Buckets in the order in which they travel.
+    """The buckets of a step in the order in which they are sent.
 
     Args:
         world: the ranks that sum.
-        buckets: those of low rank first: what is sent twice leaves time for the rest in between.
-        piece_bytes: what is summed at once; a larger message travels in pieces.
-        after: what sums are multiplied by when they are there.
+        buckets: low-rank ones first, because their second allreduce waits for the first.
+        piece_bytes: largest message; a larger bucket is sent in pieces.
+        after: factor of the sums.
     """
 
     def __init__(self, world: World, buckets: Sequence[Bucket] = (), *, piece_bytes: int, after: float = 1.0) -> None:
@@ -313,25 +314,25 @@ class GradientExchange:
         self._versions: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
-        """Wait for all gradients again."""
+        """Start a step: wait for all gradients."""
         for bucket in self.buckets:
             bucket.begin()
         self._started = self._advanced = 0
         self._versions = {}
 
     def copy_in(self, slot: int, gradient: Tensor | None) -> Tensor:
-        """Take this rank's gradient of a slot, None for zero; return where the average will be."""
+        """Copy this rank's gradient of a slot, None for zero; return the tensor that will hold the average."""
         bucket, i = self._places[slot]
         place = bucket.copy_in(i, gradient)
         self._versions[slot] = (place, place._version)
         return place
 
     def is_touched(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> bool:
-        """Tell whether somebody has changed gradients since they were copied in.
+        """Return True if gradients were changed after they were copied.
 
         Args:
-            bucket: that holds them.
-            gradients: of its parameters as they have them now, in the order of its slots.
+            bucket: the bucket of the gradients.
+            gradients: the current gradients of its parameters, in the order of its slots.
         """
         for slot, gradient in zip(bucket.slots, gradients, strict=True):
             place, version = self._versions[slot]
@@ -340,7 +341,7 @@ class GradientExchange:
         return False
 
     def start_full(self) -> tuple[int, int]:
-        """Start what is full, and advance what has arrived; return the bytes of gradients and those beside them."""
+        """Start full buckets and advance arrived ones; return the bytes of gradients and the additional bytes."""
         payload = tail = 0
         while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
             bucket = self.buckets[self._started]
@@ -353,7 +354,7 @@ class GradientExchange:
         return payload, tail
 
     def finish(self, check: Callable[[Bucket], None]) -> int:
-        """Return when all sums are there, and the bytes that had still to be sent; `check` sees each bucket before."""
+        """Wait for all sums; return the remaining bytes sent. Calls `check` on each bucket before its sum is used."""
         payload, finished, poll = 0, 0, self._world.poll
         while self._advanced < len(self.buckets):
             # What low rank has yet to compute for groups that are there fills the wait for the last ones' first sums.
@@ -366,11 +367,11 @@ class GradientExchange:
         return payload + sum(self._finish(bucket, check) for bucket in self.buckets[finished:])
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return by parameter what low rank keeps from step to step, copied."""
+        """Return copies of the state that low rank keeps between steps, by parameter."""
         return {name: kept for bucket in self.low_rank for name, kept in bucket.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from the entries whose parameters are here."""
+        """Load the entries of the state whose parameters are carried."""
         for bucket in self.low_rank:
             bucket.load_state_dict(state)
 
@@ -391,20 +392,20 @@ class GradientExchange:
 
 
 DENSE = -1
-"""In the place of a row's number: this rank's gradient is dense."""
+"""Marks a dense gradient, in place of row numbers."""
 
 
 def sparse_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters whose gradients the model's own layers make sparse."""
+    """Return the parameters whose gradients are sparse according to the model's own layers."""
     layers = [layer for layer in model.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
     return frozenset(parameter for layer in layers if layer.sparse for parameter in layer.parameters())
 
 
 def exchange_sparse(parameter: nn.Parameter, world: World, scaling: Scaling, *, name: str) -> int:
-    """Let the gradient of an embedding, (rows, ...), be all ranks' scaled sum; return the bytes that this rank sent.
+    """Set the gradient of an embedding, (rows, ...), to the scaled sum over ranks; return the bytes sent.
 
-    It stays sparse, and rows may be there more than once, unless it is dense on some rank, as where another layer uses
-    the same parameter. A rank without a gradient adds nothing. Collective.
+    The result is sparse, with possibly repeated rows, unless the gradient is dense on some rank, e.g. because another
+    layer uses the parameter. A rank without a gradient adds nothing. Collective.
     """
     gradient = parameter.grad
     dense = gradient is not None and not gradient.is_sparse

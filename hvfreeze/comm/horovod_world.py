@@ -1,7 +1,7 @@
-"""One rank of a job under `mpirun` or `horovodrun`: Horovod's collectives, among all ranks or some, and the job's end.
+"""A `World` of Horovod ranks started by `mpirun` or `horovodrun`.
 
-Two libraries whose blocking calls meet in different orders on different ranks wait for each other for ever. Collectives
-are Horovod's alone; beside it, only calls of MPI that never wait for a rank are made, on communicators of their own.
+If two libraries block in different orders on different ranks, they deadlock. So all collectives are Horovod's; MPI is
+only used for calls that never wait for another rank, on separate communicators.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from hvfreeze.torch_imports import imported_beside
 T = TypeVar("T")
 
 PIECE_BYTES = 2**30
-"""What travels at once: MPI counts in 32 bits, and ends the job beyond."""
+"""Largest message in bytes: MPI counts in 32 bits and aborts beyond."""
 HEAD_BYTES = 1016
-"""Of an object that is broadcast: as much travels with its length, which saves most of them a message."""
+"""Bytes of an object that are broadcast together with its length, which saves a second message for most objects."""
 LENGTH_BYTES = 8
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class HorovodWorld(World):
-    """One rank of a Horovod job over MPI. `among` makes another one of some of its ranks."""
+    """A Horovod job over MPI, or a subset of its ranks (see `among`)."""
 
     def __init__(self, *, beside: str = "") -> None:
-        """Meet the other ranks; `beside` is a module that is imported meanwhile, empty for none."""
+        """Initialise Horovod with the other ranks; import the module `beside` meanwhile, if it is not empty."""
         # Fused transfers depend on timing, and sums on the place in the fused buffer: no two runs would be equal.
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         self.watch = StallWatch(stall_limit(), self.abort)
@@ -81,11 +81,11 @@ class HorovodWorld(World):
             return self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum, process_set=self._set), name
 
     def poll(self, handle: tuple[int, str]) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return bool(self._hvd.poll(handle[0]))
 
     def wait(self, handle: tuple[int, str]) -> Any:
-        """Return when the operation has ended, with its result; raises as `_judged`."""
+        """Wait for the operation and return its result; raises like `_judged`."""
         number, name = handle
         with self._judged(name), self.watch.waiting(name):
             return self._hvd.synchronize(number)
@@ -152,9 +152,9 @@ class HorovodWorld(World):
         self.allreduce_sum(torch.zeros(1, dtype=torch.int32), name=f"barrier.{name}")
 
     def among(self, ranks: Sequence[int]) -> World | None:
-        """Return the world of `ranks` alone; all of them in any order are this world."""
+        """Return the world of `ranks`; all ranks, in any order, give this world."""
         if len(self.ranks) != self._hvd.size():
-            raise ValueError("among() is for the world of the whole job")
+            raise ValueError("among() must be called on the world of the whole job")
         members = tuple(sorted(set(ranks)))
         if members == self.ranks:
             return self
@@ -174,17 +174,18 @@ class HorovodWorld(World):
         return part
 
     def start_anew(self, variable: str, value: str) -> None:
-        """End Horovod on all ranks and start it with an environment variable that it reads then. Collective.
+        """Restart Horovod on all ranks with an environment variable that it reads at initialisation. Collective.
 
         Raises:
-            UsageError: it has a cycle time already. Horovod 0.28 keeps what variables have fixed when it is started
-                anew; where they have fixed both cycle time and fusion, which must be off here, it ends with a crash.
+            UsageError: a cycle time is already set. Horovod 0.28 keeps values fixed by variables when it is restarted,
+                and
+                crashes if both the cycle time and fusion (which must be off here) are fixed.
         """
         self.barrier(name="anew")
         if CYCLE_TIME in os.environ:
             raise UsageError(
-                f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set: Horovod cannot be started anew with it, "
-                f"as {variable}={value} needs; unset it, or set {variable}={value} as well"
+                f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set, so Horovod cannot be restarted with "
+                f"{variable}={value}; unset it, or set {variable}={value} too"
             )
         with self.watch.waiting("start anew"):
             self._hvd.shutdown()
@@ -192,7 +193,7 @@ class HorovodWorld(World):
             self._hvd.init()
 
     def close(self) -> None:
-        """Leave Horovod and MPI together: a rank that leaves early takes slower ones down."""
+        """Leave Horovod and MPI together with all ranks: a rank that leaves early would take slower ones down."""
         self.barrier(name="close")
         if len(self.ranks) < self._hvd.size():
             return
@@ -202,14 +203,14 @@ class HorovodWorld(World):
             leave_mpi(self.mpi)
 
     def abort(self, code: int) -> None:
-        """End the whole job; peers may wait in a collective that this rank will never enter."""
+        """End the whole job at once; peers may wait in a collective that this rank will never enter."""
         flush_streams()
         if self.mpi.Is_finalized():
             os._exit(code)
         self.mpi.COMM_WORLD.Abort(code)
 
     def _collect(self, begin: Callable[..., int], *arguments: Any) -> Any:
-        """Begin an operation, whose name is the last argument but one, and return its result."""
+        """Start an operation and return its result; the last argument but one is its name."""
         name = arguments[-2]
         with self._judged(name):
             number = begin(*arguments)
@@ -217,13 +218,13 @@ class HorovodWorld(World):
 
     @contextmanager
     def _judged(self, name: str) -> Iterator[None]:
-        """Raise DivergedError where ranks gave different shapes or types under one name, StallError where one left."""
+        """Raise DivergedError if ranks gave different shapes or types for one name, StallError if a rank has left."""
         try:
             yield
         except self._hvd.HorovodInternalError as error:
             if "ismatched" in str(error):
-                raise DivergedError(f"ranks disagree in '{name}': {error}") from error
-            raise StallError(f"another rank left or did not take part in '{name}': {error}") from error
+                raise DivergedError(f"ranks disagree in collective '{name}': {error}") from error
+            raise StallError(f"another rank ended or did not take part in collective '{name}': {error}") from error
 
     def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:
         # Rank 0 holds a piece of every rank at once.
@@ -231,36 +232,38 @@ class HorovodWorld(World):
         return ((number, slice(start, start + step)) for number, start in enumerate(range(0, length, step)))
 
     def _deal(self, parts: Sequence[Tensor], *, name: str) -> tuple[Tensor, Tensor]:
-        """Send to each rank its part, uint8; return what came from all, and how much from each."""
+        """Send each rank its part, uint8; return the parts received, and their lengths."""
         splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
         received, sizes = self._collect(self._hvd.alltoall_async, torch.cat(list(parts)), splits, name, self._set)
         return received, sizes
 
 
 def open_world(*, beside: str = "") -> World:
-    """Return this process's world: Horovod's under a launcher of several tasks, else alone; for a whole program.
+    """Return this process's world: Horovod's if a launcher started several tasks, else a single rank.
 
-    `beside` is a module that is imported while ranks start and meet, empty for none. A loop of one's own opens
-    its world by `integration.script_world`, which also lets Horovod rest where cores are full.
+    For a whole program. A training script uses `integration.script_world`, which also sets Horovod's cycle time.
+
+    Args:
+        beside: a module to import while the ranks start, empty for none.
 
     Raises:
-        UsageError: a launcher started several tasks that cannot talk to each other.
+        UsageError: a launcher started several tasks that MPI does not connect.
     """
     tasks, variable = claimed_tasks(os.environ)
     if tasks == 1:
         return SoloWorld()
-    started = f"a launcher started {tasks} tasks (${variable} is {os.environ[variable]})"
+    started = f"the launcher started {tasks} tasks (${variable} is {os.environ[variable]})"
     try:
         world = HorovodWorld(beside=beside)
     except ImportError as error:
         raise UsageError(
-            f"{started}, but Horovod or mpi4py cannot be imported ({error}): build Horovod with MPI ('make setup') and "
-            f"start them with mpirun; for a single process unset {variable}"
+            f"{started}, but Horovod or mpi4py cannot be imported ({error}). Build Horovod with MPI ('make setup') "
+            f"and start the ranks with mpirun; to run a single process, unset {variable}"
         ) from error
     if world.size < tasks:
         raise UsageError(
-            f"{started}, but MPI connects {world.size}: they would become separate runs. Start them with mpirun -np "
-            f"{tasks}, of the MPI library that Horovod was built with ('hvfreeze doctor' names it); torchrun and the "
-            f"like start tasks without MPI. For a single process unset {variable}"
+            f"{started}, but MPI connects only {world.size}, so each would be a separate run. Start them with "
+            f"mpirun -np {tasks} of the MPI library that Horovod was built with ('hvfreeze doctor' names it); "
+            f"torchrun and similar launchers do not start MPI ranks. To run a single process, unset {variable}"
         )
     return world

@@ -1,11 +1,11 @@
-"""PowerSGD: a gradient's matrix travels as two thin ones, and what they leave out is added to the next gradient.
+"""PowerSGD: sends a gradient matrix as two low-rank factors, and adds the residual to the next gradient.
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS
 2019, arXiv 1905.13727), algorithm 1: one step of power iteration from the last step's Q (warm start), with error
 feedback. For a matrix M = gradient + error, n x m: P = mean over ranks of M Q; P made orthonormal; Q = mean of M^T P;
 all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error: 4 r (n + m) bytes each step instead of
 4 n m. All P of a group of matrices travel in one allreduce and all their Q in another; the groups that the backward
-pass completes first are on their way while it goes on.
+pass completes first are sent during the rest of it.
 
 Replicas stay equal bit for bit because what they are updated by is computed from sums alone, which have the same bits
 everywhere. That needs ranks that compute alike: equal processors and threads, which `check_arithmetic` compares.
@@ -25,22 +25,23 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 
 Send = Callable[[Tensor, str], list[Any]]
-"""Starts to sum a tensor over ranks, in pieces, under a name; returns their handles."""
+"""Starts an allreduce of a tensor in pieces under a name; returns the handles."""
 Wait = Callable[[Any], object]
 
 ROWS_TOGETHER = 16
 WRITTEN_AT_ONCE = 2**18
-"""Elements, one mebibyte: what is written is still in the processor when it is read again; less makes more calls."""
+"""Elements per tile, 1 MiB: a tile stays in the processor's cache between write and read; smaller tiles need more
+calls."""
 PROJECTED_AT_ONCE = 2**16
-"""Elements, a quarter of a mebibyte: so little is multiplied as it lies, more is copied into another order first."""
+"""Elements, 256 KiB: smaller operands are multiplied in their own layout, larger ones are transposed first."""
 
 
 @dataclass
 class Matrix:
-    """One parameter's share of the buffers, all of them views: n x m, but `left` (P^T) r x n and `right` (Q^T) r x m.
+    """Views of one parameter's share of the buffers: matrix n x m, `left` (P^T) r x n and `right` (Q^T) r x m.
 
-    Both thin ones lie row by row, and long rows are what products with few columns are fast for. While a step is under
-    way `error` is M; the shaped ones have the parameter's shape and strides.
+    Both factors are row-major, because products with few columns are fast on long rows. During a step `error` holds M.
+    The shaped views have the parameter's shape and strides.
     """
 
     error: Tensor
@@ -51,7 +52,7 @@ class Matrix:
     right: Tensor
 
     def __post_init__(self) -> None:
-        """Make P of the last step, n x r with orthonormal columns, and the views of all runs of rows."""
+        """Allocate the orthonormal P of the last step, n x r, and the views of all row tiles."""
         self.basis = torch.zeros_like(self.left).t()
         self.rows, few = (run_of(self.error.shape[1], size) for size in (WRITTEN_AT_ONCE, PROJECTED_AT_ONCE))
         errors, lefts = self.error.split(self.rows), self.left.split(self.rows, dim=1)
@@ -62,7 +63,7 @@ class Matrix:
         self._decompressed = list(zip(bases, gradients, errors, strict=True))
 
     def add(self, gradient: Tensor | None) -> None:
-        """Let `error` be M = gradient + error, None for no gradient, and `left` be (M Q)^T."""
+        """Set `error` to M = gradient + error (a gradient of None is zero), and `left` to (M Q)^T."""
         parts: Sequence[Tensor | None] = [None] * len(self._added) if gradient is None else gradient.split(self.rows)
         for part, (error, transposed, left) in zip(parts, self._added, strict=True):
             if part is not None:
@@ -70,34 +71,34 @@ class Matrix:
             torch.mm(self.right, transposed, out=left)
 
     def project(self) -> None:
-        """Let `basis` be P, made orthonormal, and `right` be (M^T P)^T."""
+        """Set `basis` to P, made orthonormal, and `right` to (M^T P)^T."""
         self.basis.copy_(torch.linalg.qr(self.left.t()).Q)
         self.right.zero_()
         for basis, error in self._projected:
             self.right.addmm_(basis, error)
 
     def decompress(self) -> None:
-        """Let `gradient` be P Q^T, and `error` what that leaves out."""
+        """Set `gradient` to P Q^T, and `error` to the residual."""
         for basis, gradient, error in self._decompressed:
             error.sub_(put_product(basis, self.right, gradient))
 
 
 def run_of(m: int, elements: int) -> int:
-    """Return how many rows of m have about so many elements: a multiple of what products are fast for."""
+    """Return the number of rows of length m with about `elements` elements, a multiple that products are fast for."""
     return max(1, elements // m // ROWS_TOGETHER) * ROWS_TOGETHER
 
 
 def put_product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
-    """Let `into` be left @ right, and return it."""
+    """Compute left @ right into `into`, and return it."""
     # With few columns, adding to zeros takes less time than writing over what was there.
     return into.zero_().addmm_(left, right)
 
 
 class LowRankBucket:
-    """The matrices of some parameters, which travel together, with what they keep from step to step.
+    """Low-rank matrices of some parameters that are sent together, with their state.
 
-    `fits` must hold for each parameter of `named`; `slots` are their numbers among all that the reducer carries; `size`
-    ranks share the mean; P and Q have `rank` columns.
+    `fits` must hold for each parameter of `named`. `slots` are their indices among all carried parameters. The mean is
+    over `size` ranks. P and Q have `rank` columns.
     """
 
     tail_bytes = 0
@@ -127,25 +128,25 @@ class LowRankBucket:
         self.payload_bytes = self._lefts.nbytes
 
     def begin(self) -> None:
-        """Wait for all slots again."""
+        """Start a step: wait for all slots."""
         self.missing, self._left_behind = len(self.slots), False
 
     def copy_in(self, place: int, gradient: Tensor | None) -> Tensor:
-        """Take this rank's gradient of the slot at `place`, None for zero; return where the average will be."""
+        """Copy this rank's gradient of the slot at `place`, None for zero; return the tensor for the average."""
         self._in_order[place].add(gradient)
         self.missing -= 1
         return self._in_order[place].gradient_shaped
 
     def start(self, send: Send) -> None:
-        """Start all P on their way."""
+        """Start the allreduce of all P."""
         self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
 
     def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
-        """Tell whether all P have arrived, so that `advance` need not wait; then all Q, so that `finish` need not."""
+        """Return True if `advance` would not block (all P are here), or afterwards `finish` (all Q are here)."""
         return all(poll(handle) for handle in self._handles)
 
     def advance(self, send: Send, wait: Wait) -> int:
-        """Start all Q on their way when all P have arrived; return the bytes of all Q."""
+        """Wait for all P, and start the allreduce of all Q; return the bytes of all Q."""
         for handle in self._handles:
             wait(handle)
         self._handles = []
@@ -160,7 +161,7 @@ class LowRankBucket:
         return self._rights.nbytes
 
     def finish(self, send: Send, wait: Wait) -> int:
-        """Return when the average is where `copy_in` said; nothing is sent again."""
+        """Wait until the averages are in the tensors that `copy_in` returned; nothing is resent."""
         for handle in self._handles:
             wait(handle)
         if self._left_behind:
@@ -171,12 +172,12 @@ class LowRankBucket:
         return 0
 
     def witness(self) -> Tensor:
-        """Return a number that is not finite where an entry of the average is not."""
+        """Return NaN or Inf if an entry of the average is NaN or Inf, else a finite number."""
         # P's columns are orthonormal: no entry of P Q^T is larger than the sum of a row of Q.
         return (self.flat[:1] if self._left_behind else self._rights).abs().sum()
 
     def probe(self) -> str:
-        """Return a digest of what this rank makes of fixed numbers, in all shapes of its matrices."""
+        """Return a digest of this rank's results for fixed input, in all shapes of its matrices."""
         digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
         for matrix in self._in_order:
             left, right = (torch.rand(thin.shape, generator=generator) - 0.5 for thin in (matrix.left, matrix.right))
@@ -187,14 +188,14 @@ class LowRankBucket:
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's error and all ranks' Q for each parameter, copied."""
+        """Return copies of this rank's error and the common Q of each parameter."""
         return {
             name: {"error": matrix.error.clone(), "right": matrix.right.clone()}
             for name, matrix in self._matrices.items()
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from the entries of `state` whose parameters are here; a Q of another rank is of no use."""
+        """Load the entries of `state` whose parameters are here; a Q of another rank than R is dropped."""
         for name in self._matrices.keys() & state.keys():
             matrix = self._matrices[name]
             matrix.error.copy_(state[name]["error"])
@@ -203,30 +204,30 @@ class LowRankBucket:
 
 
 def check_arithmetic(buckets: Sequence[LowRankBucket], world: World, *, compression: str) -> None:
-    """Raise UsageError on all ranks where one would compute other bits than rank 0 from the same sums. Collective."""
+    """Raise UsageError on all ranks if one computes other bits than rank 0 from the same input. Collective."""
     digests = world.allgather_object([bucket.probe() for bucket in buckets], name="gradients.low-rank.probe")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise UsageError(
-            f"--compression {compression}: rank {odd[0]} computes other bits than rank 0 from the same "
-            "numbers, and replicas would drift apart; give all ranks equal processors and --threads, or use fp16"
+            f"--compression {compression}: rank {odd[0]} and rank 0 compute different bits from the same input, so "
+            "replicas would diverge; use the same processor model and --threads on all ranks, or fp16"
         ).on_all_ranks()
 
 
 def pool_into(pool: dict[str, dict[str, Tensor]], more: dict[str, dict[str, Tensor]], *, number: int) -> None:
-    """Add the `number`-th rank's state to the mean of those before it; all ranks have the same Q."""
+    """Add the state of rank `number` to the mean of the ranks before it; Q is equal on all ranks."""
     for name, kept in more.items():
         mean = pool[name]["error"]
         mean.add_((kept["error"] - mean) / number)
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Return (n, m): the first dimension, and all others together, in the order in which they lie in memory."""
+    """Return (n, m): the first dimension, and the product of the others, in memory order."""
     return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
 
 
 def fits(parameter: Tensor, *, rank: int) -> bool:
-    """Tell whether a parameter's gradient is worth compressing, to half at most, and lies in memory row by row."""
+    """Return True if compression at least halves a parameter's gradient, and it is row-major in memory."""
     if parameter.dim() < 2 or parameter.dtype != torch.float32:
         return False
     n, m = matrix_shape(parameter)
@@ -237,15 +238,15 @@ def fits(parameter: Tensor, *, rank: int) -> bool:
 
 
 def seed_of(name: str) -> int:
-    """Return a seed that depends on the name alone."""
+    """Return a random seed that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
 
 
 def place_in(flat: Tensor, parameter: nn.Parameter, offset: int) -> Tensor:
-    """Return the part of `flat`, from `offset` on, that has the gradient of `parameter`.
+    """Return the slice of `flat` at `offset` as the gradient of `parameter`.
 
-    It has the parameter's own strides: a channels_last weight keeps its format in the flat buffer. It shares the memory
-    of `flat`, but to PyTorch it is no view: scripts may call `detach_()` on gradients, which PyTorch refuses for views.
+    It has the parameter's strides, so a channels_last weight keeps its format. It shares the memory of `flat`, but is
+    not a view for PyTorch: scripts may call `detach_()` on gradients, which PyTorch rejects for views.
     """
     place: Tensor = flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), parameter.stride())
     return place

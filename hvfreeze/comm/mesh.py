@@ -1,7 +1,7 @@
-"""Where a rank stands among partitions x replicas: which part of the chain it holds, and for which share of the data.
+"""The ranks as a mesh of partitions x replicas: the part of the model and the share of the data of each rank.
 
-A chain that is cut into P partitions lies on P neighbouring ranks, a line. R lines are replicas of each other, each
-with its own share of the samples: rank = replica * P + partition (HyPar-Flow's order, arXiv 1911.05146).
+A model cut into P partitions is held by P neighbouring ranks, a pipeline (called a line). R lines are replicas of each
+other, each with its own share of the samples: rank = replica * P + partition (HyPar-Flow's order, arXiv 1911.05146).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from hvfreeze.comm.world import World
 
 
 class Mesh:
-    """One rank's place. `Mesh(world)` is plain replicas; `open_mesh` makes the others.
+    """The position of one rank. `Mesh(world)` has replicas only; `open_mesh` creates the others.
 
     Attributes:
         world: all ranks of the job.
-        partitions: into how many parts the chain is cut; this rank holds number `partition`.
-        replicas: how many shares the data has; this rank works on number `replica`, with the others of its line.
-        replica_world: the ranks that hold the same partition, by replica: their gradients are averaged.
-        before: the rank that holds the previous partition of this line, None on the first.
-        after: the rank that holds the next one, None on the last.
+        partitions: number of parts of the model; this rank holds number `partition`.
+        replicas: number of shares of the data; this rank trains on number `replica`, like the others of its line.
+        replica_world: the ranks with the same partition, by replica; their gradients are averaged.
+        before: the rank with the previous partition of this line, None on the first.
+        after: the rank with the next partition, None on the last.
     """
 
     def __init__(self, world: World, partitions: int = 1, peers: World | None = None) -> None:
@@ -29,12 +29,12 @@ class Mesh:
         self.after = world.rank + 1 if self.partition < partitions - 1 else None
 
     def rank_of(self, partition: int, *, replica: int | None = None) -> int:
-        """Return the rank that holds `partition` for `replica`, by default this rank's own."""
+        """Return the rank that holds `partition` of `replica`, by default this rank's replica."""
         return (self.replica if replica is None else replica) * self.partitions + partition
 
 
 def open_mesh(world: World, *, partitions: int) -> Mesh:
-    """Return this rank's place; `partitions` divides the number of ranks. Collective."""
+    """Return this rank's mesh; `partitions` must divide the number of ranks. Collective."""
     if partitions == 1:
         return Mesh(world)
     # Sets are made on all ranks, of all ranks, in the same order.
@@ -43,12 +43,12 @@ def open_mesh(world: World, *, partitions: int) -> Mesh:
 
 
 def open_line(mesh: Mesh) -> World:
-    """Return the ranks of this rank's line, by partition, for what they settle among themselves, as a vote. Collective.
+    """Return the world of this rank's line, by partition, e.g. for votes. Collective.
 
-    Each further set of ranks that a rank is in costs it a short exchange every millisecond: made only where asked for.
+    Create it only if needed: each further process set costs its ranks a short exchange every millisecond.
     """
     width = mesh.partitions
     lines = [mesh.world.among(range(replica * width, (replica + 1) * width)) for replica in range(mesh.replicas)]
     line = lines[mesh.replica]
-    assert line is not None, "a rank is in its own line"
+    assert line is not None, "the ranks of a pipeline must include this rank"
     return line

@@ -1,4 +1,4 @@
-"""A rank's surroundings: what its launcher says, signals that ask it to leave, and how MPI and Horovod are started."""
+"""The MPI environment of a rank: its launcher, signals that ask it to leave, and the start of MPI and Horovod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 TCP_MESSAGE_BYTES = 8 * 2**20
-"""A message up to this size is sent without asking; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
+"""Largest eager MPI message, in bytes; two ranks exchange ResNet's largest gradient in 4.7 MB halves."""
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 ALLREDUCE_RULES = Path(__file__).with_name("openmpi-allreduce.conf")
 SHELLS = ("sh", "dash", "bash", "ash", "busybox")
@@ -24,7 +24,8 @@ SHELLS = ("sh", "dash", "bash", "ash", "busybox")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE", "HOROVOD_SIZE")
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "HOROVOD_RANK")
 SIZES = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "WORLD_SIZE")
-"""Tasks by launchers that may start them without MPI: srun, jsrun, flux run; torchrun, accelerate and many others."""
+"""Variables with the number of tasks of launchers that may not start MPI: srun, jsrun, flux run, torchrun, accelerate,
+..."""
 RANKS = (
     "SLURM_PROCID",
     "JSM_NAMESPACE_RANK",
@@ -36,13 +37,14 @@ RANKS = (
     "NODE_RANK",
 )
 NUMBERS = ("PBS_TASKNUM", "LSF_PM_TASKID")
-"""Tasks are counted from 1: pbsdsh, whose job script is the first, and blaunch."""
+"""Variables of launchers that count tasks from 1: pbsdsh, where the job script is task 1, and blaunch."""
 
 
 def claimed_tasks(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how many tasks a launcher says that it started, 1 where there is none, and the variable that says so.
+    """Return the number of tasks that a launcher says it started, 1 without one, and the variable with that number.
 
-    Where MPI's own launcher has started several, no other counts. A rank's number tells of as many tasks before it.
+    If MPI's own launcher has started several tasks, no other variable counts. A task number n implies n tasks before
+    it.
     """
     for names in ((MPI_SIZES, MPI_RANKS, ()), (SIZES, RANKS, NUMBERS)):
         found = [(_number(environ, name) + more, name) for more, some in zip((0, 1, 0), names) for name in some]
@@ -53,12 +55,12 @@ def claimed_tasks(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def claimed_size(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that a launcher says it started, 1 where there is none."""
+    """Return the number of tasks that a launcher says it started, 1 without one."""
     return claimed_tasks(environ)[0]
 
 
 def claimed_rank(environ: Mapping[str, str]) -> int:
-    """Return this task's number as its launcher gives it, 0 where there is none."""
+    """Return this task's number from its launcher, 0 without one."""
     return next((int(environ[name]) for name in (*MPI_RANKS, *RANKS) if environ.get(name, "").isdigit()), 0)
 
 
@@ -67,14 +69,14 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def yield_when_crowded() -> None:
-    """Make MPI give up the core while it waits, where waiting and computing threads outnumber the cores."""
+    """Make MPI yield the core while it waits, if waiting and computing threads outnumber the cores."""
     local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if 2 * local > len(os.sched_getaffinity(0)):
         os.environ["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
 
 def tune_open_mpi() -> None:
-    """Set what makes Open MPI exchange gradients faster, where the user has not set it; other MPIs ignore it."""
+    """Set variables for a faster exchange in Open MPI, unless the user has set them; other MPIs ignore them."""
     # Open MPI 4 lets the ranks of a node read from each other directly, and where the kernel forbids that says so again
     # and again. Copies through shared memory take twice to three times as long.
     if not may_read_memory():
@@ -95,7 +97,7 @@ class _Span(ctypes.Structure):
 
 
 def may_read_memory() -> bool:
-    """Tell whether the kernel lets processes read from each other's memory; containers often forbid it to all."""
+    """Return True if the kernel lets processes read each other's memory; containers often forbid it."""
     read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
     source, target = ctypes.create_string_buffer(b"x", 1), ctypes.create_string_buffer(1)
     spans = [ctypes.byref(_Span(ctypes.addressof(buffer), 1)) for buffer in (target, source)]
@@ -103,11 +105,11 @@ def may_read_memory() -> bool:
 
 
 def start_mpi() -> Any:
-    """Return mpi4py's MPI, initialised for calls from any thread; raises ImportError where it cannot be loaded.
+    """Return mpi4py's MPI, initialised for calls from any thread; raises ImportError if it cannot be loaded.
 
-    Waiting for the other ranks to start, this process's threads go on: `from mpi4py import MPI` would hold them up. But
-    none of them may use memory meanwhile: as it starts, Open MPI can write jumps over the beginning of `munmap` and the
-    like (with `-mca btl ^openib`, as horovodrun has it), and a thread that is inside comes back into the middle of one.
+    This process's threads continue while the other ranks start: `from mpi4py import MPI` would block them. But no
+    thread may allocate memory meanwhile. As it starts, Open MPI can overwrite the beginning of `munmap` and similar
+    functions (with `-mca btl ^openib`, as horovodrun has it), and a thread inside of one would crash.
     """
     import mpi4py
 
@@ -120,16 +122,16 @@ def start_mpi() -> Any:
 
 
 def leave_mpi(mpi: Any) -> None:
-    """Leave MPI together with all ranks; threads go on meanwhile."""
+    """Leave MPI together with all ranks; other threads continue meanwhile."""
     if not mpi.Is_finalized():
         ctypes.CDLL(mpi.__file__).MPI_Finalize()
 
 
 @contextmanager
 def interrupt_ends_job() -> Iterator[None]:
-    """End the whole job by an interrupt, which may have come to this rank alone, once MPI has begun.
+    """End the whole job on an interrupt, which may have reached only this rank, once MPI has started.
 
-    Leaving alone, at its exit this rank would wait in MPI for the others, and they for this rank.
+    If it left alone, this rank would wait in MPI for the others at exit, and they for it.
     """
     try:
         yield
@@ -143,7 +145,7 @@ def interrupt_ends_job() -> Iterator[None]:
 
 @contextmanager
 def noticing(number: int) -> Iterator[list[int]]:
-    """Collect signals `number` instead of dying of them: outside the loop there is nothing to stop, or little left."""
+    """Block signals `number` so that they do not kill this process while there is nothing to checkpoint."""
     came: list[int] = []
     with handling(number, lambda *_: came.append(number)):
         yield came
@@ -151,7 +153,7 @@ def noticing(number: int) -> Iterator[list[int]]:
 
 @contextmanager
 def handling(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` for signals `number`, but in a thread that is not the main one, which may not ask for that."""
+    """Call `handler` on signals `number`; do nothing outside of the main thread, where Python forbids handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,10 +165,10 @@ def handling(number: int, handler: Callable[[int, FrameType | None], object]) ->
 
 
 def follow_launching_shell() -> None:
-    """Send this process SIGUSR1 when a shell ends that does nothing but wait for this rank's launcher.
+    """Send this process SIGUSR1 when the shell ends that waits for this rank's launcher.
 
     mpirun passes SIGUSR1 on to its ranks. horovodrun becomes `/bin/sh -c 'mpirun ...'`: a signal to its process id ends
-    the shell alone, and the job would run on without anybody who could end it.
+    only the shell, and the job would continue without a process that can end it.
     """
     launcher = os.getppid()
     shell = waiting_shell(launcher)
@@ -177,7 +179,7 @@ def follow_launching_shell() -> None:
 
 
 def waiting_shell(launcher: int) -> int | None:
-    """Return the parent of `launcher` where it is a shell that runs mpirun and waits for it, else None."""
+    """Return the parent of `launcher` if it is a shell that runs mpirun and waits for it, else None."""
     with suppress(OSError, ValueError, IndexError):
         shell = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
         words = Path(f"/proc/{shell}/cmdline").read_text(errors="replace").split("\0")
@@ -188,7 +190,7 @@ def waiting_shell(launcher: int) -> int | None:
 
 
 def leave_after(descriptor: int, launcher: int) -> None:
-    """Wait for the end of the process behind a pidfd, and leave if the launcher has not ended with it."""
+    """Wait for the end of the process behind a pidfd, and call `leave` if the launcher is still running."""
     ended = select.poll()
     ended.register(descriptor, select.POLLIN)
     ended.poll()

@@ -1,7 +1,7 @@
-"""Memory that the ranks of a node see together, so that what all of them read is there once.
+"""Shared memory of the ranks on a node, so that data that all of them read exists once.
 
-It is a file without a name: it has no place that could be too small, as /dev/shm often is in containers, and it is gone
-with the last process that has it, however that ends.
+It is an unnamed file: it is not limited by /dev/shm, which is often small in containers, and it disappears with the
+last process that maps it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hvfreeze.comm.world import World
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks of a job that run on this machine, by its name, and read the same there."""
+    """The ranks of a job on this machine that read the same place, and the machine's name."""
 
     host: str
     ranks: tuple[int, ...]
-    """Ascending; this one is among them."""
+    """Rank numbers, ascending, including this rank."""
     place: int
-    """This rank's, in `ranks`."""
+    """Index of this rank in `ranks`."""
     shared: bool
-    """Whether the job has any such ranks beside each other; the same on all ranks."""
+    """True if any node of the job has several such ranks; equal on all ranks."""
 
 
 def node_of(world: World, *, reads: str = "") -> Node:
-    """Return the ranks that share this rank's machine, and read from the same place there. Collective."""
+    """Return the ranks that share this rank's machine and read from the same place. Collective."""
     here = (socket.gethostname(), reads)
     places = world.allgather_object(here, name="node")
     ranks = tuple(rank for rank, other in enumerate(places) if other == here)
@@ -43,17 +43,17 @@ def node_of(world: World, *, reads: str = "") -> Node:
 
 
 def share_memory(world: World, node: Node, count: int, *, name: str) -> tuple[NDArray[np.uint8] | None, str]:
-    """Return memory that the ranks of a node share, and why one of the job's nodes cannot share any. Collective.
+    """Return shared memory of the ranks of a node, and the reason if a node cannot share memory. Collective.
 
     Args:
         world: all ranks.
-        node: this rank's.
-        count: bytes; the first rank's of a node counts. 0 asks for none.
+        node: the node of this rank.
+        count: bytes, taken from the first rank of a node. 0 asks for none.
         name: the same on all ranks.
 
     Returns:
-        (count,) zeros, writable until `protect`; None where none was asked for, the node has one rank, or the system
-        refuses it. And an empty text, or on all ranks the first refusal of any node.
+        (count,) zeros, writable until `protect`, or None if none was asked for, the node has one rank, or the system
+        refuses; and an empty text, or on all ranks the first reason of any node.
     """
     leads = node.place == 0 and count > 0 and len(node.ranks) > 1
     with _offered(count if leads else 0) as offer:
@@ -68,14 +68,14 @@ def share_memory(world: World, node: Node, count: int, *, name: str) -> tuple[ND
 
 
 def protect(memory: NDArray[np.uint8]) -> None:
-    """Make memory of `share_memory` read-only for this rank: who writes to it by mistake would do so for all ranks."""
+    """Make memory of `share_memory` read-only for this rank, because a stray write would change it for all ranks."""
     read_only = ctypes.c_int(mmap.PROT_READ)
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), read_only)
 
 
 @contextmanager
 def _offered(count: int) -> Iterator[tuple[str, str] | None]:
-    """Hold a new file of `count` bytes open for others to take: where it is, and its name, or "" and why it is not."""
+    """Keep a new file of `count` bytes open for others to map; yield its path and name, or "" and why it failed."""
     if count == 0:
         yield None
         return
@@ -97,7 +97,7 @@ def _offered(count: int) -> Iterator[tuple[str, str] | None]:
 
 
 def _taken(offer: tuple[str, str] | None) -> tuple[NDArray[np.uint8] | None, str]:
-    """Return the memory behind an offer, or why it cannot be had."""
+    """Return the memory behind an offer, or the reason why it cannot be mapped."""
     if offer is None:
         return None, ""
     place, name = offer
@@ -106,7 +106,7 @@ def _taken(offer: tuple[str, str] | None) -> tuple[NDArray[np.uint8] | None, str
     try:
         # Where ranks do not see each other's processes, the number may be that of another process.
         if name not in os.readlink(place):
-            return None, "its ranks do not see each other's processes"
+            return None, "its ranks cannot see each other's processes"
         file = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         try:
             return np.frombuffer(mmap.mmap(file, 0), dtype=np.uint8), ""

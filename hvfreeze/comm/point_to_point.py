@@ -1,8 +1,8 @@
-"""Tensors from rank to rank, beside Horovod's collectives: activations, errors, features, labels.
+"""Point-to-point messages between ranks, separate from Horovod's collectives: activations, gradients, features, labels.
 
-A lane is a communicator of its own, so that what travels for one purpose never meets another's. Nothing here waits for
-a rank that may wait for this one: a send is started and left alone, a receive is waited for only after it was started.
-So it needs no order between ranks, nor with Horovod, whose thread uses MPI at the same time.
+A lane is a separate communicator, so messages of different purposes cannot mix. No call here waits for a rank that may
+wait for this one: sends are started and not waited for, and a receive is waited for only after it was started. So ranks
+need no common order, not even with Horovod, whose thread uses MPI at the same time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError, UsageError
 
 SEQUENCES = 2**15
-"""MPI promises tags up to 32767."""
+"""Number of tags; MPI guarantees tags up to 32767."""
 
 
 @dataclass
 class LaneCounts:
-    """What one rank sent on a lane, and how long it waited there."""
+    """Bytes that one rank sent on a lane, and seconds that it waited there."""
 
     bytes_sent: int = 0
     wait_seconds: float = 0.0
 
 
 class Wire:
-    """One rank's end of all lanes. Shapes and types are known to both ends: what travels is the elements alone.
+    """One rank's end of all lanes. Both ends know shapes and types, so only the elements are sent.
 
-    This one is for a rank alone: what it puts for itself comes back, copied; nothing travels, and nothing counts.
+    This one is for a single rank: it receives copies of its own messages; nothing is sent or counted.
     """
 
     def __init__(self, lanes: Sequence[str]) -> None:
@@ -47,12 +47,12 @@ class Wire:
         return {lane: self.counts[lane].bytes_sent for lane in (self.counts if lanes is None else lanes)}
 
     def count_on(self, sent: Mapping[str, int]) -> None:
-        """Count on from what a run had sent, by lane, when it was stopped."""
+        """Add to the byte counts those of an earlier part of the run, by lane."""
         for lane, number in sent.items():
             self.counts[lane].bytes_sent = number
 
     def wait_seconds(self, lanes: Iterable[str] | None = None) -> float:
-        """Return the seconds for which this rank has waited on `lanes`, by default on all."""
+        """Return the seconds that this rank has waited on `lanes`, by default on all."""
         return sum(self.counts[lane].wait_seconds for lane in (self.counts if lanes is None else lanes))
 
     def put(self, tensor: Tensor, *, to: int, lane: str, seq: int = 0) -> None:
@@ -61,48 +61,52 @@ class Wire:
         self._queues[lane, seq].append(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
-        """Start to receive what a later `get` with the same arguments returns, so that a large one arrives meanwhile.
+        """Start to receive the result of a later `get` with the same arguments, to overlap the transfer.
 
-        What was expected first on a lane, from a rank, under a number, is got first.
+        For equal lane, rank and number, the first `get` returns the first expected tensor.
         """
 
     def get(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, source: int, lane: str, seq: int = 0
     ) -> Tensor:
-        """Return the next tensor that rank `source` put on `lane` under the number `seq`; it is the caller's own.
+        """Return the next tensor that rank `source` sent on `lane` under the number `seq`; the caller owns it.
 
         Raises:
             DivergedError: the tensor that came has another number of bytes.
         """
         tensor = self._queues[lane, seq].popleft()
         if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-            raise DivergedError(f"lane {lane}: {tensor.dtype} {tuple(tensor.shape)} came, not {dtype} {tuple(shape)}")
+            raise DivergedError(
+                f"lane {lane}: received {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
+            )
         return tensor
 
     def drain(self) -> None:
-        """Return when everything that was put has been handed over; what was put may change from then on."""
+        """Wait until all sends are complete; the sent tensors may change after that."""
 
     def close(self) -> None:
-        """Drain, drop what was expected and has not come, and end the lanes. Collective."""
+        """Drain, drop expected tensors that have not arrived, and close the lanes. Collective."""
 
 
 def open_wire(world: World, lanes: Sequence[str]) -> Wire:
-    """Return this rank's end of `lanes` between the ranks of `world`, the whole job's. Collective.
+    """Return this rank's end of `lanes` between the ranks of `world`, which must be the whole job's. Collective.
 
     Raises:
-        UsageError: MPI was started by somebody else, for calls from one thread only.
+        UsageError: other code initialised MPI for calls from one thread only.
     """
     return MpiWire(world, lanes) if isinstance(world, HorovodWorld) else Wire(lanes)
 
 
 class MpiWire(Wire):
-    """The wire of a rank of a job: MPI's non-blocking messages."""
+    """The lanes of a rank in a job: MPI's non-blocking messages."""
 
     def __init__(self, world: HorovodWorld, lanes: Sequence[str]) -> None:
         super().__init__(lanes)
         mpi = self._mpi = world.mpi
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            raise UsageError("MPI was started for one thread only; call open_world() before anything else starts MPI")
+            raise UsageError(
+                "MPI was initialized for a single thread; call open_world() before any other code initializes MPI"
+            )
         self._watch, self._rank = world.watch, world.rank
         with self._watch.waiting("lanes"):
             self._comms = {lane: mpi.COMM_WORLD.Dup() for lane in lanes}
@@ -122,7 +126,7 @@ class MpiWire(Wire):
         self.counts[lane].bytes_sent += tensor.nbytes
 
     def expect(self, shape: Sequence[int], *, dtype: torch.dtype, source: int, lane: str, seq: int = 0) -> None:
-        """Start to receive."""
+        """Start to receive a tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype)
         requests = [
             self._comms[lane].Irecv([piece, self._mpi.BYTE], source=source, tag=seq % SEQUENCES)
@@ -133,21 +137,25 @@ class MpiWire(Wire):
     def get(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, source: int, lane: str, seq: int = 0
     ) -> Tensor:
-        """Return what came."""
+        """Return the received tensor."""
         expected = self._expected[lane, source, seq]
         if not expected:
             self.expect(shape, dtype=dtype, source=source, lane=lane, seq=seq)
         buffer, requests = expected.popleft()
         if not expected:
             del self._expected[lane, source, seq]
-        assert (tuple(buffer.shape), buffer.dtype) == (tuple(shape), dtype), "expect() and get() differ"
+        assert (tuple(buffer.shape), buffer.dtype) == (tuple(shape), dtype), (
+            "get() must ask for the tensor that expect() announced"
+        )
         received = sum(self._wait(lane, request, f"wire.{lane} from rank {source}") for request in requests)
         if received != buffer.nbytes:
-            raise DivergedError(f"rank {source} sent {received} bytes on lane {lane}, not {buffer.nbytes}")
+            raise DivergedError(
+                f"rank {source} sent {received} bytes on lane {lane}, but {buffer.nbytes} were expected"
+            )
         return buffer
 
     def drain(self) -> None:
-        """Wait until all has been handed over."""
+        """Wait until all sends are complete."""
         while self._sent:
             lane, request, _ = self._sent[0]
             self._wait(lane, request, f"wire.{lane} to a neighbour")
@@ -165,19 +173,19 @@ class MpiWire(Wire):
         self._comms = {}
 
     def _wait(self, lane: str, request: Any, what: str) -> int:
-        """Return when the message is through, with its number of bytes."""
+        """Wait until the message is complete; return its number of bytes."""
         status, started = self._mpi.Status(), time.perf_counter()
         try:
             with self._watch.waiting(what):
                 request.Wait(status)
         except self._mpi.Exception as error:
-            raise DivergedError(f"rank {self._rank} on lane {lane}: {error}; ranks expect different tensors") from error
+            raise DivergedError(f"rank {self._rank}, lane {lane}: {error}; ranks expect different tensors") from error
         self.counts[lane].wait_seconds += time.perf_counter() - started
         received: int = status.Get_count(self._mpi.BYTE)
         return received
 
 
 def pieces_of(tensor: Tensor) -> list[Any]:
-    """Return the bytes of a contiguous tensor as arrays that share its memory, none longer than MPI counts."""
+    """Return the bytes of a contiguous tensor as arrays that share its memory, none longer than MPI can count."""
     flat = tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return [piece.numpy() for piece in flat.split(PIECE_BYTES)] or [flat.numpy()]

@@ -1,8 +1,9 @@
-"""Averages the suffix's gradients over ranks while the backward pass still runs.
+"""Averages gradients over ranks during the backward pass.
 
-Parameters are laid out, last first, in a few buckets; a hook copies each gradient, divided by the number of ranks, into
-its bucket as soon as it is ready, and a full bucket starts to be summed. Buckets, their order and names depend on the
-cut alone, so sums are the same bits in every run. The gradient then *is* the bucket's slice: nothing is copied back.
+Parameters are assigned to buckets, last parameter first. A hook copies each gradient, divided by the number of ranks,
+into its bucket as soon as it is ready, and a full bucket is allreduced at once. Buckets, their order and names depend
+only on the cut, so sums have the same bits in every run. Afterwards the gradient *is* the slice of the bucket; nothing
+is copied back.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from hvfreeze.config.rules import parse_compression
 from hvfreeze.errors import DivergedError, UsageError
 
 SIGNAL_BYTES = 32
-"""That a rank hands over in a step."""
+"""Bytes of a step's signals that a rank sends."""
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What all ranks learn in a step, summed over ranks."""
+    """Signals that all ranks get in a step, summed over ranks."""
 
     nonfinite: int
     leave: int
@@ -38,9 +39,9 @@ class Signals:
 BUCKET_BYTES = 4 * 2**20
 # Two ranks exchange a piece in halves, and MPI adds a header to a message.
 PIECE_BYTES = 2 * (TCP_MESSAGE_BYTES - 2**10)
-"""A larger bucket, which holds one parameter, travels in pieces whose messages are sent without asking."""
+"""Target bytes of a bucket. A larger parameter is alone in its bucket, which is sent in eager messages."""
 UNCOMPRESSED_STEPS = 10
-"""Before PowerSGD begins: the first gradients are large, and turn from step to step."""
+"""Uncompressed steps before PowerSGD begins, because the first gradients are large and change quickly."""
 
 Observer = Callable[[int, Tensor], None]
 
@@ -49,57 +50,56 @@ Observer = Callable[[int, Tensor], None]
 class Reducer:
     """Averages gradients over the ranks of `world`.
 
-    Use: `carry(parameters)` once and after every change of the cut; in each step `begin()`, backward, `finish()`,
-    and `signal()` before the last backward pass where there is something to tell.
-    With one rank it leaves gradients alone and only shows them to the observer. For scripts, which call none of these,
-    see `ScriptReducer`.
+    Call `carry(parameters)` once and after every change of the cut. In each step call `begin()`, run the backward
+    passes, and call `finish()`; to send signals, call `signal()` before the last backward pass. With one rank the
+    gradients stay unchanged and only the observer sees them. `ScriptReducer` is for scripts, which call none of these.
     """
 
     starts_itself: ClassVar[bool] = False
-    """Whether a step's first gradient begins the exchange, and parameters may be switched on and off between steps."""
+    """True if the first gradient of a step starts the exchange, and requires_grad may change between steps."""
     step_is_between: ClassVar[tuple[str, str]] = ("begin() and finish() of the reducer", "begin(passes=N)")
-    """Where a step's backward passes belong, and how to ask for N of them; for messages."""
+    """For messages: the calls between which backward passes must run, and how to ask for N of them."""
     world: World
     compression: str = "none"
-    """none; fp16: half the bytes, 11 bits of each value; powersgd:R: matrices of rank R; auto: none, until `compress`
-    names another. See `gradient_exchange`."""
+    """none; fp16: half the bytes, 11 bits per value; powersgd:R: matrices of rank R; auto: none until `compress`
+    chooses. See `gradient_exchange`."""
     uncompressed_steps: int = field(default_factory=lambda: UNCOMPRESSED_STEPS)
-    """Steps before powersgd begins."""
+    """Steps before PowerSGD begins."""
     backward_passes_per_step: int = 1
-    """Backward passes between `begin` and `finish`; their gradients are added up, as PyTorch does, and sent once."""
+    """Backward passes between `begin` and `finish`; gradients are accumulated and exchanged once."""
     bucket_bytes: int = BUCKET_BYTES
     piece_bytes: int = PIECE_BYTES
     ready_seconds: dict[str, float] = field(default_factory=dict)
-    """From the begin of a step's last backward pass until a parameter's gradient was there; of the last step."""
+    """Seconds from the begin of the last backward pass to each parameter's gradient, in the last step."""
     payload_bytes: int = 0
-    """Gradient bytes that this rank handed to Horovod so far."""
+    """Gradient bytes that this rank has passed to Horovod so far."""
     other_bytes: int = 0
     title: str = ""
-    """Begins the names of what travels, so that several reducers may be under way at once."""
+    """Prefix of message names, so that several reducers can be active at once."""
     observer: Observer | None = None
-    """Called with (index among the carried parameters, this rank's own gradient) before it is averaged."""
+    """Called with (index of the carried parameter, this rank's gradient) before the gradient is averaged."""
     on_wait: Callable[[], None] | None = None
-    """Called in `finish` before it waits for other ranks: all of this rank's own gradients have been observed."""
+    """Called in `finish` before it waits for other ranks, after the observer has seen all gradients."""
     on_average: Callable[[], None] | None = None
-    """Called at the end of `finish`: gradients are averages then."""
+    """Called at the end of `finish`, when gradients are averages."""
     carried: Sequence[tuple[str, nn.Parameter]] = ()
     """The parameters whose gradients are exchanged, with their names."""
     steps: int = 0
-    """Whose gradients were exchanged so far."""
+    """Names of parameters whose gradients have been exchanged so far."""
     _exchange: GradientExchange = field(init=False)
     _checked: bool = False
-    """Whether ranks are known to compute alike what is laid out."""
+    """True once ranks are known to compute equal bits for the current buckets."""
     _trains: list[bool] = field(default_factory=list)
-    """Of each carried parameter, whether it was trainable when the buckets were laid out."""
+    """For each carried parameter, whether it was trainable when the buckets were created."""
     _hooks: list[Any] = field(default_factory=list)
     _passes: int = 0
-    """Backward passes that a parameter must see; 0 between `finish` and `begin`."""
+    """Backward passes that each parameter must take part in; 0 between `finish` and `begin`."""
     _seen: list[int] = field(default_factory=list)
     _exponents: dict[str, int] = field(default_factory=dict)
     _owed: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What low rank has left out of gradients that now travel whole: this rank's `error`, as matrices, by parameter."""
+    """This rank's error-feedback residuals (`error`, as matrices) of parameters that are no longer compressed."""
     _set_hash: int = 0
-    """Below 2^24; depends on the carried parameters' names and their order."""
+    """Hash of the names and order of the carried parameters, below 2^24."""
     _signals: Tensor | None = None
     _handle: Any = None
     _since: float = 0.0
@@ -108,7 +108,7 @@ class Reducer:
         self._exchange = GradientExchange(self.world, piece_bytes=self.piece_bytes)
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Exchange the gradients of exactly these parameters, of float32 or float64 where they train, from now on."""
+        """Exchange the gradients of exactly these parameters from now on; trainable ones must be float32 or float64."""
         check_types([(name, parameter) for name, parameter in named_parameters if parameter.requires_grad])
         parse_compression(self.compression)
         for hook in self._hooks:
@@ -122,10 +122,10 @@ class Reducer:
         self._hooks = [hook_on(parameter, self._ready_hook(slot)) for slot, (_, parameter) in enumerate(self.carried)]
 
     def begin(self, *, passes: int | None = None) -> None:
-        """Drop the last step's gradients and get ready for this step's, of `passes` backward passes. Collective.
+        """Drop the last step's gradients and start a step of `passes` backward passes. Collective.
 
         Raises:
-            UsageError: ranks compute different bits, and powersgd needs that they do not; on all ranks.
+            UsageError: ranks compute different bits, which PowerSGD does not allow; on all ranks.
         """
         self._make_ready()
         if self.steps == self.uncompressed_steps and self.compression.startswith("powersgd"):
@@ -139,12 +139,12 @@ class Reducer:
         self._signals = None
 
     def signal(self, *, nonfinite: bool = False, leave: bool = False) -> None:
-        """Start the exchange of this step's signals; without this call, the last backward pass does, with none set.
+        """Start the exchange of this step's signals; without this call, the last backward pass sends empty ones.
 
         Collective, between `begin` and the last backward pass.
 
         Args:
-            nonfinite: the loss of one of this rank's passes is NaN or infinite.
+            nonfinite: the loss of a backward pass of this rank is NaN or Inf.
             leave: this rank was asked to leave after this step.
         """
         self._since = time.perf_counter()
@@ -154,13 +154,13 @@ class Reducer:
         self.other_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
 
     def finish(self) -> Signals:
-        """Wait until every gradient is the average over ranks; return what the ranks signalled. Collective.
+        """Wait until every gradient is the average over ranks; return the signals of all ranks. Collective.
 
         Raises:
             DivergedError: the ranks carry different sets of parameters.
-            UsageError: there were fewer backward passes than `begin` was told, or gradients were changed meanwhile.
+            UsageError: there were fewer backward passes than announced by `begin`, or gradients were changed meanwhile.
         """
-        assert self._passes, "finish() without begin()"
+        assert self._passes, "finish() must follow begin()"
         if self._signals is None:
             self.signal()
         assert self._signals is not None
@@ -186,38 +186,38 @@ class Reducer:
         return Signals(nonfinite=nonfinite, leave=leave)
 
     def average_of(self, gradient: Tensor) -> Tensor:
-        """Return the average over ranks, dense, for what `finish` has left in a parameter's gradient."""
+        """Return a parameter's averaged gradient after `finish`, as a dense tensor."""
         return gradient.to_dense() if gradient.is_sparse else gradient
 
     @property
     def passes(self) -> int:
-        """Backward passes of the step under way; between steps, those that a step has by default."""
+        """Backward passes of the current step; between steps, the default number."""
         return self._passes or self.backward_passes_per_step
 
     @property
     def exchanging(self) -> bool:
-        """Whether gradients of a step are on their way, or `begin` waits for them."""
+        """True while gradients are being exchanged, or `begin` waits for them."""
         return self._passes > 0
 
     def compress(self, compression: str) -> None:
-        """Exchange by another compression from the next step on. Collective, between steps.
+        """Use another compression from the next step on. Collective, between steps.
 
-        What low rank has left out so far is kept for another low rank, and where a parameter's gradient now travels
-        whole, added to the next one.
+        Error-feedback residuals are kept for another low rank. If a parameter is no longer compressed, its residual is
+        added to its next gradient.
         """
         parse_compression(compression)
         self.compression = compression
         self._lay_out()
 
     def gradients_are_finite(self) -> bool:
-        """Tell whether the (averaged) gradients hold neither NaN nor infinity; equal on all ranks after `finish`."""
+        """Return True if the averaged gradients contain neither NaN nor Inf; equal on all ranks after `finish`."""
         # A sum costs one pass and is not finite when an entry is not.
         found = [bucket.witness() for bucket in self._exchange.buckets]
         found = found or [p.grad.sum() for _, p in self.carried if p.grad is not None]
         return bool(torch.isfinite(torch.stack(found).sum())) if found else True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank's next exchange depends on besides its gradients; with powersgd as large as those."""
+        """Return the state of the exchange apart from gradients; with PowerSGD it is as large as the gradients."""
         return {
             "steps": self.steps,
             "exponents": dict(self._exponents),
@@ -226,7 +226,7 @@ class Reducer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; call it when the same parameters are carried."""
+        """Load a `state_dict`; the same parameters must be carried."""
         self.steps = state["steps"]
         self._exponents = dict(state["exponents"])
         self._lay_out()
@@ -240,7 +240,7 @@ class Reducer:
         self._owed = {name: {"error": kept["error"].clone()} for name, kept in owed.items()}
 
     def _make_ready(self) -> None:
-        """Get parameters and buckets ready for a step."""
+        """Prepare parameters and buckets for a step."""
         for _, parameter in self.carried:
             parameter.grad = None
 
@@ -271,19 +271,19 @@ class Reducer:
         self._owed = {name: of for name, of in {**self._owed, **kept}.items() if name in owed}
 
     def _kept_by_low_rank(self) -> dict[str, dict[str, Tensor]]:
-        """Return by parameter what low rank keeps from step to step."""
+        """Return the state that low rank keeps between steps, by parameter."""
         return self._exchange.state_dict()
 
     def _scales(self, compression: str) -> Scaling:
-        """Return what gradients are multiplied by before they are summed, and their sums."""
+        """Return the factors for gradients before they are summed, and for their sums."""
         return Scaling.mean(self.world.size)
 
     def _fills_bucket(self, slot: int) -> bool:
-        """Return True if a parameter's gradient travels in a bucket."""
+        """Return True if a parameter's gradient is exchanged in a bucket."""
         return True
 
     def _with_owed(self, slot: int, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient with what low rank has left out of those before, where it travels whole again."""
+        """Return a gradient plus its error-feedback residual, if it is no longer compressed."""
         name, parameter = self.carried[slot]
         if name not in self._owed:
             return gradient
@@ -296,13 +296,13 @@ class Reducer:
             if self._seen[slot] >= self._passes:
                 where, way = self.step_is_between
                 raise UsageError(
-                    f"backward pass {self._seen[slot] + 1} where {self._passes} may be between {where}: give {way} to "
-                    "add up the gradients of N, and take all of them in between"
+                    f"this is backward pass {self._seen[slot] + 1}, but only {self._passes} may run between {where}; "
+                    f"to accumulate gradients over N passes, use {way} and run all N in between"
                 )
             if not self._trains[slot]:
                 raise UsageError(
-                    f"requires_grad of {self.carried[slot][0]} was switched on when gradients of the same step were on "
-                    "their way already: switch it before the step's first backward pass"
+                    f"requires_grad of {self.carried[slot][0]} was switched on after the exchange of this step's "
+                    "gradients had started; switch it before the first backward pass of a step"
                 )
             self._seen[slot] += 1
             if self._seen[slot] == self._passes:
@@ -312,10 +312,10 @@ class Reducer:
         return ready
 
     def _enter_pass(self) -> None:
-        """Notice that a backward pass has a gradient ready."""
+        """Handle the first gradient of a backward pass; the base class does nothing."""
 
     def _complete(self, slot: int, parameter: nn.Parameter) -> None:
-        """Show this rank's own gradient of a step to the observer, and copy it into its bucket."""
+        """Pass this rank's gradient to the observer, and copy it into its bucket."""
         if self._signals is None:
             self.signal()
         gradient = parameter.grad
@@ -328,19 +328,21 @@ class Reducer:
             parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, dense))
 
     def _check_untouched(self, bucket: Bucket) -> None:
-        """Raise UsageError where gradients were changed on their way."""
+        """Raise UsageError if gradients were changed during the exchange."""
 
     def _check_passes(self, most: int) -> None:
-        """Raise UsageError where there were fewer backward passes, at `most`, than were to come."""
+        """Raise UsageError if there were only `most` backward passes, fewer than announced."""
         if 0 < most < self._passes:
-            raise UsageError(f"finish() after {most} of {self._passes} backward passes that begin() was told")
+            raise UsageError(
+                f"finish() was called after {most} of the {self._passes} backward passes that begin(passes=) announced"
+            )
 
     def _absent(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return, dense, what a parameter counts with that no backward pass has reached."""
+        """Return the dense gradient to use for a parameter that no backward pass has reached."""
         return None
 
     def _complete_absent(self) -> None:
-        """Let a parameter that took no part in this rank's loss, or in some passes only, count with what it has."""
+        """Complete parameters that did not take part in this rank's loss, or only in some of the passes."""
         self._check_passes(max(self._seen, default=0))
         for slot, (_, parameter) in enumerate(self.carried):
             if 0 < self._seen[slot] < self._passes:
@@ -349,7 +351,7 @@ class Reducer:
                 parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, self._absent(parameter)))
 
     def _finish_others(self) -> None:
-        """Average the gradients that fill no bucket. Collective."""
+        """Average the gradients that are in no bucket. Collective."""
 
     def _start_full(self) -> None:
         payload, tail = self._exchange.start_full()
@@ -358,7 +360,7 @@ class Reducer:
 
 
 def hook_on(parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
-    """Let `ready` be called when a gradient of `parameter` is there, also one that is not trainable now."""
+    """Call `ready` when a gradient of `parameter` is ready, even if the parameter is not trainable now."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)  # only then PyTorch takes a hook, and it keeps it
     hook = parameter.register_post_accumulate_grad_hook(ready)

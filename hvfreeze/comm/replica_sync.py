@@ -1,4 +1,4 @@
-"""What makes the replicas of a model equal, keeps them so, and tells whether they are."""
+"""Makes the replicas of a model equal, averages their running statistics, and checks that they stay equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvfreeze.errors import DivergedError
 from hvfreeze.wording import plural
 
 PACKED_BYTES = 2**25
-"""Of small tensors that travel as one: each message waits for all ranks, and models have hundreds of tensors."""
+"""Bytes of small tensors that are sent as one message, because each message waits for all ranks."""
 
 
 def broadcast_model(model: nn.Module, world: World) -> None:
@@ -42,8 +42,8 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
     other = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
     if other:
         raise DivergedError(
-            f"the model of rank {other[0]} has other parameters or buffers than rank 0's: "
-            "every rank must build the same model before it is made equal"
+            f"the model of rank {other[0]} has other parameters or buffers than that of rank 0; build the same "
+            "model on every rank"
         )
     filled = [tensor for tensor in named.values() if tensor.numel()]
     for number, tensors in enumerate(packs_of(filled, lambda tensor: tensor.nbytes, PACKED_BYTES)):
@@ -57,12 +57,12 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
 
 
 def parameter_digest(model: nn.Module) -> str:
-    """Return the SHA-256 over names, types, shapes and bytes of all parameters and buffers, as hex."""
+    """Return the SHA-256 over names, types, shapes and bytes of all parameters and buffers, in hexadecimal."""
     return tensor_digest([*model.named_parameters(), *model.named_buffers()])
 
 
 def tensor_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 over names, types, shapes and bytes of tensors, as hex."""
+    """Return the SHA-256 over names, types, shapes and bytes of tensors, in hexadecimal."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -71,7 +71,7 @@ def tensor_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
-    """Return the digest that all ranks share, when running statistics have been averaged. Collective.
+    """Return the digest of the model, after running statistics have been averaged. Collective.
 
     Raises:
         DivergedError: parameters or buffers differ; the message names the ranks in the minority, or the buffer.
@@ -83,16 +83,16 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
         named = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
         who = named if count > 1 else "all ranks differ"
         why = why_unlike(model.named_parameters(), model.named_buffers(), world)
-        raise DivergedError(f"replicas are not equal after step {step}: {who}; {why}")
+        raise DivergedError(f"replicas differ after step {step}: {who}; {why}")
     return common
 
 
 def check_buffers(
     named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module], world: World, *, step: int
 ) -> None:
-    """Refuse buffers that differ between those ranks that hold them, but for running statistics. Collective.
+    """Raise DivergedError if buffers other than running statistics differ between the ranks that hold them. Collective.
 
-    Their names are the same on all ranks, and `modules` are those that have them. Nothing travels where there are none.
+    Names are the same on all ranks; `modules` contain the buffers. Nothing is sent if there are no such buffers.
 
     Raises:
         DivergedError: the message names the buffer; on all ranks.
@@ -100,17 +100,17 @@ def check_buffers(
     others = other_buffers(named, modules)
     found = unlike(others, world) if others and world.size > 1 else []
     if found:
-        raise DivergedError(f"replicas are not equal after step {step}: {buffers_differ(found)}")
+        raise DivergedError(f"replicas differ after step {step}: {buffers_differ(found)}")
 
 
 def why_unlike(parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], world: World) -> str:
-    """Return what is wrong where some of these tensors are known to differ between ranks. Collective."""
+    """Return the reason why tensors that are known to differ between ranks do so. Collective."""
     found = [] if unlike(parameters, world) else unlike(buffers, world)
-    return buffers_differ(found) if found else "parameters must change by updates only"
+    return buffers_differ(found) if found else "only the optimizer may change parameters"
 
 
 def unlike(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
-    """Return the names of tensors that differ between those ranks that hold them; the same everywhere. Collective."""
+    """Return the names of tensors that differ between the ranks that hold them; equal everywhere. Collective."""
     # What another rank holds is empty here.
     mine = {name: tensor_digest([(name, tensor)]) for name, tensor in named if tensor.numel()}
     first: dict[str, str] = {}
@@ -120,44 +120,44 @@ def unlike(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
 
 
 def buffers_differ(names: Sequence[str]) -> str:
-    """Return the refusal of buffers that differ between ranks."""
+    """Return the error message for buffers that differ between ranks."""
     more = "" if len(names) == 1 else f" (and {plural(len(names) - 1, 'other')})"
     return (
-        f"buffer {names[0]}{more} differs between ranks: of what the samples of one rank change, only the running "
-        "statistics of BatchNorm and InstanceNorm are averaged; leave such a buffer out of the model, or train one "
-        "replica (one rank, or --strategy grid --replicas 1)"
+        f"buffer {names[0]}{more} differs between ranks; only running statistics of BatchNorm and InstanceNorm are "
+        "averaged. Remove the buffer from the model, or train one replica (one rank, or --strategy grid --replicas "
+        "1)"
     )
 
 
 def running_statistics(modules: Iterable[nn.Module], kind: type[_NormBase] = _NormBase) -> list[tuple[Tensor, Tensor]]:
-    """Return (mean, variance) of every BatchNorm and InstanceNorm, or `kind` of them, with both, in module order."""
+    """Return (mean, variance) of every BatchNorm and InstanceNorm (or `kind`) that has both, in module order."""
     norms = [module for module in modules if isinstance(module, kind)]
     return [(n.running_mean, n.running_var) for n in norms if n.running_mean is not None and n.running_var is not None]
 
 
 def other_buffers(named: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
-    """Return those of the buffers `named` that are no BatchNorm's and no InstanceNorm's among `modules`."""
+    """Return the buffers in `named` that belong to no BatchNorm or InstanceNorm among `modules`."""
     norms = [module for module in modules if isinstance(module, _NormBase)]
     theirs = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return [(name, buffer) for name, buffer in named if id(buffer) not in theirs]
 
 
 def average_running_statistics(modules: Iterable[nn.Module], world: World) -> int:
-    """Make running means and variances equal on all ranks; return the bytes that this rank sent. Collective.
+    """Average running means and variances over ranks; return the bytes that this rank sent. Collective.
 
-    The mean becomes the mean over ranks, m = avg(m_r). The variance becomes that of the ranks' batches pooled,
-    avg(v_r) + avg((m_r - m)^2), the law of total variance. Computed in float64; where all ranks hold equal values
-    already, the result is these values, bit for bit, so that averaging twice changes nothing. InstanceNorm's variance,
-    which is that within samples, grows by the difference of ranks' means too: little, where they see alike samples.
+    The mean becomes m = avg(m_r), the mean over ranks. The variance becomes the pooled variance of the ranks' batches,
+    avg(v_r) + avg((m_r - m)^2), by the law of total variance. Both are computed in float64. If all ranks already hold
+    equal values, the result has the same bits, so averaging twice changes nothing. InstanceNorm's variance is one
+    within samples and grows by the variance of the ranks' means, which is small if ranks see similar samples.
     """
     return StatisticsAverage(modules, world).finish()
 
 
 class StatisticsAverage:
-    """`average_running_statistics` under way, so that a rank may do other things meanwhile.
+    """A running `average_running_statistics`, which lets a rank do other work meanwhile.
 
-    The constructor starts the first message, `go_on` waits for it and starts the second, `finish` waits for that and
-    writes the averages. Each is a collective; nobody may write the statistics before `finish` has returned.
+    The constructor starts the first message. `go_on` waits for it and starts the second. `finish` waits for the second
+    and writes the averages. Each is a collective. The statistics must not change before `finish` has returned.
     """
 
     def __init__(self, modules: Iterable[nn.Module], world: World) -> None:
@@ -170,7 +170,7 @@ class StatisticsAverage:
             self._handle = world.start_allreduce_(self._sum, name="batchnorm.mean")
 
     def go_on(self) -> None:
-        """Start the second message; not needed before `finish`. Collective."""
+        """Wait for the first message and start the second; optional before `finish`. Collective."""
         if not self._gone_on:
             self._gone_on = True
             self._world.wait(self._handle)
@@ -196,12 +196,12 @@ class StatisticsAverage:
 
 
 def packed(tensors: Iterable[Tensor]) -> Tensor:
-    """Return all elements of the tensors, one tensor after the other, float64 [number of elements]."""
+    """Return the elements of all tensors, concatenated, as float64 of shape (elements,)."""
     return torch.cat([tensor.flatten() for tensor in tensors]).double()
 
 
 def pooled_statistics(means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the running mean and variance of several ranks' batches together, as `average_running_statistics` does."""
+    """Return the pooled running mean and variance of several ranks' batches; see `average_running_statistics`."""
     stacked = torch.stack(list(means)).double()
     mean = stacked.mean(0)
     variance = torch.stack(list(variances)).double().mean(0) + ((stacked - mean) ** 2).mean(0)

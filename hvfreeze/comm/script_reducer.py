@@ -1,4 +1,4 @@
-"""Averages gradients for a script that was written for Horovod, and does not say when a step begins or what trains."""
+"""Averages gradients for Horovod scripts, which do not announce when a step begins or which parameters train."""
 
 from __future__ import annotations
 
@@ -16,59 +16,58 @@ from hvfreeze.errors import UsageError
 
 @dataclass
 class ScriptReducer(Reducer):
-    """A `Reducer` whose steps begin by themselves, with a step's first gradient.
+    """A `Reducer` that starts the exchange with the first gradient of a step.
 
-    It drops no gradients, since scripts call `zero_grad` wherever they like, and `finish` takes what came however many
-    passes there were. What is switched off by `requires_grad` when a step begins does not travel, and keeps the
-    gradient it has.
+    It keeps all gradients, because scripts call `zero_grad` themselves, and `finish` accepts any number of backward
+    passes. A parameter whose `requires_grad` is off when a step begins is not exchanged and keeps its gradient.
     """
 
     starts_itself: ClassVar[bool] = True
     step_is_between: ClassVar[tuple[str, str]] = ("two steps", "backward_passes_per_step=N")
     scaling: Scaling | None = None
-    """How gradients come to what the optimizer is given; None is the average."""
+    """Factors for gradients before and after the sum; None is the average."""
     sparse: frozenset[nn.Parameter] = frozenset()
-    """Parameters whose gradients are sparse, and travel as their rows; others that are sparse travel dense."""
+    """Parameters whose sparse gradients are exchanged as rows; other sparse gradients are exchanged dense."""
     always: Sequence[tuple[str, nn.Parameter]] = ()
-    """Parameters that travel at every cut, behind those that `carry` is given."""
+    """Parameters that are exchanged at every cut, after those of `carry`."""
     owner: Any = None
-    """Lives as long as the hooks on the parameters, though its script has forgotten it."""
+    """The reducer lives as long as the hooks on its parameters, even if the script has dropped it."""
     _released: bool = False
-    """Whether another reducer carries these parameters now."""
+    """True after another reducer has taken over these parameters."""
     _formats: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    """Of each carried parameter, type and strides when the buckets were laid out."""
+    """Type and strides of each carried parameter when the buckets were created."""
     _made_dense: dict[int, int] = field(default_factory=dict)
-    """Slots whose sparse gradients travel dense in this step, with their sparse dimensions."""
+    """Slots whose sparse gradients are exchanged dense in this step, with their numbers of sparse dimensions."""
     _set_aside: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What low rank keeps of those that are switched off."""
+    """Low-rank state of parameters whose requires_grad is off."""
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Exchange the gradients of these parameters, and of `always`, from now on."""
+        """Exchange the gradients of these parameters and of `always` from now on."""
         super().carry([*named_parameters, *self.always])
 
     def finish(self) -> Signals:
-        """Wait until every gradient is the average over ranks; return what the ranks signalled. Collective.
+        """Wait until every gradient is the average over ranks; return the signals of all ranks. Collective.
 
         Raises:
             DivergedError: the ranks carry different sets of parameters.
-            UsageError: gradients were changed meanwhile, or another reducer carries these parameters.
+            UsageError: gradients were changed meanwhile, or another reducer has taken over these parameters.
         """
         if self._released:
             raise UsageError(
-                "a later DistributedOptimizer has these parameters, and averages their gradients: call step() of that "
-                "one, or give each optimizer parameters of its own"
+                "another DistributedOptimizer was created later with the same parameters and now averages their "
+                "gradients; call step() of that one, or give each optimizer different parameters"
             )
         self._enter_pass()
         return super().finish()
 
     def average_of(self, gradient: Tensor) -> Tensor:
-        """Return the average over ranks, dense, for what `finish` has left in a parameter's gradient."""
+        """Return a parameter's averaged gradient after `finish`, as a dense tensor."""
         whole = super().average_of(gradient)
         factor = 1.0 if self.scaling is None else self.scaling.before * self.scaling.after * self.world.size
         return whole if factor == 1.0 else whole / factor
 
     def release(self) -> None:
-        """Leave all gradients alone from now on: another reducer carries these parameters."""
+        """Stop averaging: another reducer has taken over these parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._passes, self._released = [], 0, True
@@ -78,7 +77,7 @@ class ScriptReducer(Reducer):
             self.begin()
 
     def _make_ready(self) -> None:
-        """Follow what a script has switched, or moved to another type or memory format."""
+        """Apply changes by the script of requires_grad, type and memory format."""
         parameters = [parameter for _, parameter in self.carried]
         if self._trains != [p.requires_grad for p in parameters] or self._formats != formats_of(parameters):
             check_types([(name, parameter) for name, parameter in self.carried if parameter.requires_grad])
@@ -110,7 +109,7 @@ class ScriptReducer(Reducer):
         super()._complete(slot, parameter)
 
     def _check_passes(self, most: int) -> None:
-        """Take what came, however many passes there were."""
+        """Accept any number of backward passes."""
 
     def _absent(self, parameter: nn.Parameter) -> Tensor | None:
         own = parameter.grad
@@ -119,12 +118,12 @@ class ScriptReducer(Reducer):
     def _check_untouched(self, bucket: Bucket) -> None:
         if self._exchange.is_touched(bucket, [self.carried[slot][1].grad for slot in bucket.slots]):
             raise UsageError(
-                "gradients were changed between backward() and their average over ranks, and it is lost: call "
-                "synchronize() before they are clipped or scaled, and step() inside skip_synchronize()"
+                "gradients were changed after backward() and before they were averaged over ranks, so the change "
+                "is lost; call synchronize() before you clip or scale them, and step() inside skip_synchronize()"
             )
 
     def _finish_others(self) -> None:
-        """Let sparse gradients be the average too, when all others are."""
+        """Convert averaged gradients back to sparse ones when all others are done."""
         for slot, dimensions in self._made_dense.items():
             parameter = self.carried[slot][1]
             assert parameter.grad is not None

@@ -1,8 +1,9 @@
-"""Ends the job when its ranks wait for each other too long, and names those that are waited for.
+"""Ends the job if its ranks wait for each other too long, and names the ranks that they wait for.
 
-Horovod's own inspector runs on rank 0, is blocked with it, and knows neither MPI's start and end nor the wire. Here
-every rank has a thread that knows what its rank waits for. The thread of a rank that has waited too long asks those of
-the others, over a communicator of their own: who is stopped does not answer, who computes says so.
+Horovod's own stall inspector runs on rank 0 and is blocked with it. It does not see the start and end of MPI or the
+point-to-point messages. Here every rank has a thread that knows what its rank waits for. If a rank has waited too long,
+its thread asks those of the other ranks over a separate communicator: a stopped rank does not answer, and a computing
+one says so.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ QUESTION, ANSWER = 1, 2
 
 
 def stall_limit() -> float:
-    """Return the seconds for which a rank may wait for others, set in the environment too; 0 is no limit.
+    """Return the seconds for which a rank may wait for others, and set them in the environment; 0 is no limit.
 
     Raises:
-        UsageError: what the environment has is no number.
+        UsageError: the value in the environment is not a number.
     """
     given = os.environ.setdefault(STALL_SECONDS, USUAL_SECONDS)
     try:
         return float(given)
     except ValueError as error:
-        raise UsageError(f"${STALL_SECONDS} ({given}) must be a number of seconds; 0 is no limit") from error
+        raise UsageError(f"${STALL_SECONDS} ({given}) must be a number of seconds, or 0 for no limit") from error
 
 
 class StallWatch:
-    """Calls `abort` with the exit code when this rank has waited for others for `limit_seconds`, 0 for ever."""
+    """Calls `abort` with the exit code after this rank has waited for others for `limit_seconds`; 0 is no limit."""
 
     def __init__(self, limit_seconds: float, abort: Callable[[int], None]) -> None:
         self._limit, self._abort = limit_seconds, abort
@@ -61,7 +62,7 @@ class StallWatch:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Count the time within as waiting for other ranks, in `name`; an outer wait goes on after it."""
+        """Count the time inside the context as waiting in `name`; an outer wait continues afterwards."""
         before, waited = self._name, self._since < float("inf")
         self._name, self._since = name, time.monotonic()
         try:
@@ -72,14 +73,14 @@ class StallWatch:
             self._name = before
 
     def connect(self, mpi: Any, comm: Any, hosts: list[str]) -> None:
-        """Let the threads talk over `comm`, which is theirs alone, from now on; `hosts` has every rank's."""
+        """Connect the threads over `comm`, which no other code uses; `hosts` has the host of every rank."""
         with self._lock:
             self._mpi, self._comm, self._hosts = mpi, comm, hosts
         # A script that does not close its world ends MPI when the interpreter exits, while this thread lives on.
         atexit.register(self.disconnect)
 
     def disconnect(self) -> None:
-        """Make no more MPI calls. Others need not wait for this rank from now on: a process of its own watches it."""
+        """Make no more MPI calls; a child process watches this rank from now on, so other ranks need not."""
         with self._lock:
             left, self._comm = self._comm, None
         if left is not None:
@@ -138,25 +139,25 @@ class StallWatch:
         busy = [rank for rank, (name, _) in sorted(self._answers.items()) if not name]
         if silent or busy:
             ranks = silent or busy
-            what = "gives no sign of life" if silent else "computes or waits for something else"
+            what = "does not respond" if silent else "is computing or waits for something else"
             shown = ", ".join(f"{rank} on {self._hosts[rank]}" for rank in ranks[:8])
             return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}, which {what}"
         places = [f"rank {rank} waits in '{name}'" for rank, (name, _) in sorted(self._answers.items())]
-        return f"others, which wait as well ({'; '.join(places)})"
+        return f"other ranks, which wait too ({'; '.join(places)})"
 
     def _end(self, waited: float, rank: int, culprits: str) -> None:
-        text = f"rank {rank} on {socket.gethostname()} waited {waited:.0f} s in '{self._name}' for {culprits}"
+        text = f"rank {rank} on {socket.gethostname()} has waited {waited:.0f} s in '{self._name}' for {culprits}"
         if first_to_speak():
-            print(f"hvfreeze: error: {text}; set {STALL_SECONDS}", file=sys.stderr, flush=True)
+            print(f"hvfreeze: error: {text}; {STALL_SECONDS} sets the limit", file=sys.stderr, flush=True)
         if self._comm is None:
             os._exit(StallError.exit_code)
         self._abort(StallError.exit_code)
 
 
 def first_to_speak() -> bool:
-    """Tell whether no other rank of this job on this host has been told so before; True where that cannot be known.
+    """Return True if no other rank of this job on this host has printed the message; True if that cannot be known.
 
-    Turns alone do not settle it: ranks come to wait, and are given a core, at different times.
+    Taking turns is not enough, because ranks start to wait, and get a core, at different times.
     """
     # The launcher's folder for this job on this host, which it removes with the job.
     folder = os.environ.get("PMIX_SERVER_TMPDIR")
@@ -172,7 +173,7 @@ def first_to_speak() -> bool:
 
 
 def stopped_here() -> str:
-    """Return which ranks of this job are stopped on this host, by the launcher's variables; "" where none is seen."""
+    """Return a phrase that names the stopped ranks of this job on this host; "" if there are none."""
     job, stopped = os.environ.get("PMIX_NAMESPACE"), set()
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -183,4 +184,4 @@ def stopped_here() -> str:
             if job is not None and environ.get("PMIX_NAMESPACE") == job:
                 stopped.add(claimed_rank(environ))
     named = ", ".join(map(str, sorted(stopped)))
-    return f"rank{'s' if len(stopped) > 1 else ''} {named}, which gives no sign of life" if stopped else ""
+    return f"rank{('s' if len(stopped) > 1 else '')} {named}, which does not respond" if stopped else ""

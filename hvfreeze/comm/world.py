@@ -1,6 +1,6 @@
-"""What ranks can say to each other: `World`, the identity for one process alone; and how an error ends the job.
+"""The communication interface of a rank: `World`, the single-process `SoloWorld`, and the end of a job on errors.
 
-A `World` moves tensors between ranks by collectives. `hvfreeze.comm.horovod_world` has the one of a job.
+A `World` exchanges tensors between ranks by collectives. `hvfreeze.comm.horovod_world` implements it for a job.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class World:
-    """One rank's view of a job, or of some of its ranks, which are then numbered anew from 0; here, of one alone.
+    """A job, or a subset of its ranks (renumbered from 0), as seen by one rank.
 
-    Every method but `abort` and `poll` is a collective: every rank must call it.
+    Every method except `abort` and `poll` is a collective: every rank must call it.
     """
 
     rank = 0
@@ -30,33 +30,33 @@ class World:
     local_size = 1
 
     def allreduce_sum(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Return the sum of `tensor` over ranks, the same bits on every rank; int32, int64, float32, float64."""
+        """Return the sum of `tensor` over ranks, with the same bits on every rank; int32, int64, float32 or float64."""
         return tensor.clone()
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
-        """Start to sum a contiguous `tensor` over ranks, in place; returns a handle for `wait`."""
+        """Start to sum a contiguous `tensor` over ranks in place; return a handle for `wait`."""
 
     def poll(self, handle: Any) -> bool:
-        """Tell whether `wait` would return at once. Not a collective."""
+        """Return True if `wait` would not block. Not a collective."""
         return True
 
     def wait(self, handle: Any) -> Any:
-        """Return when the operation that `start_allreduce_` began has ended."""
+        """Wait for the operation that `start_allreduce_` started."""
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`, in rank order; for small objects."""
         return [value]
 
     def allgather_rows(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Return the rows of all ranks' `tensor`, (any number, ...), in rank order; int64, float32, float64."""
+        """Return the rows of all ranks' `tensor`, (any number, ...), in rank order; int64, float32 or float64."""
         return tensor
 
     def gather_bytes(self, data: Tensor, *, name: str) -> list[Tensor]:
-        """Return on rank 0 every rank's `data`, uint8 [any length], in rank order; on the others an empty list."""
+        """Return every rank's `data`, uint8 of any length, on rank 0 in rank order, and [] on other ranks."""
         return [data]
 
     def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
-        """Return to each rank its own part of rank 0's `data`, uint8 [any length], one a rank; others give none."""
+        """Return to each rank its part of rank 0's `data`, one uint8 tensor per rank; other ranks pass None."""
         return data[0]
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
@@ -64,20 +64,20 @@ class World:
         return value
 
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
-        """Make a contiguous `tensor` of any length equal to `root`'s on every rank."""
+        """Set a contiguous `tensor` of any length to `root`'s on every rank."""
 
     def barrier(self, *, name: str) -> None:
-        """Return when every rank has called."""
+        """Wait until every rank has called."""
 
     def among(self, ranks: Sequence[int]) -> World | None:
-        """Return the world of `ranks` alone, None on a rank that is not one of them.
+        """Return the world of `ranks`, or None on a rank that is not one of them.
 
-        Every rank of the job calls this, with the same `ranks`, while nothing else is on its way.
+        Every rank of the job must call this with the same `ranks`, while no operation is pending.
         """
         return self
 
     def close(self) -> None:
-        """Leave the job in good order, after a last barrier; MPI cannot be used any more. A part of it stays."""
+        """Leave the job after a final barrier; MPI cannot be used afterwards. The world of a subset stays open."""
 
     def abort(self, code: int) -> None:
         """End the whole job at once with exit code `code`. Not a collective."""
@@ -86,18 +86,18 @@ class World:
 
 
 class SoloWorld(World):
-    """One process alone."""
+    """A single process."""
 
 
 class LoneRank(World):
-    """A rank of a job among no others."""
+    """A rank of a job that is treated as a single process."""
 
     def __init__(self, job: World) -> None:
         self.abort = job.abort  # type: ignore[method-assign]
 
 
 def flush_streams() -> None:
-    """Pass on what was printed, as far as somebody takes it: a job must end also without its output."""
+    """Flush standard output and error, ignoring failures: a job must end even if its output is closed."""
     for stream in (sys.stdout, sys.stderr):
         # A daemon may have started this process without one.
         if stream is not None:
@@ -106,7 +106,7 @@ def flush_streams() -> None:
 
 
 def end_job_on_exception(world: World) -> None:
-    """Make an uncaught exception on any rank end the whole job, with that rank's traceback first."""
+    """End the whole job on an uncaught exception of any rank, after printing that rank's traceback."""
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         lines = "".join(traceback.format_exception(kind, error, where))

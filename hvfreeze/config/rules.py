@@ -199,6 +199,10 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+"""Names of experiment trackers, which are those of their libraries."""
+
+
 def parse_class_weights(text: str) -> str | dict[str, float] | None:
     """Return None for `none`, `balanced`, or weights by the names of classes, as in `cat=2,dog=0.5`.
 

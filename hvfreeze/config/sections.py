@@ -10,6 +10,7 @@ from hvfreeze.config.rules import (
     FITS,
     RESAMPLES,
     TOKENS,
+    TRACKERS,
     at_least,
     between,
     choice,
@@ -90,6 +91,9 @@ def is_cut(config: Any) -> bool:
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
 TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
+COLUMNS = Alternative(
+    "--data of a table, or hf:PATH", lambda config: is_table(config.data.data) or config.data.data.startswith(HF)
+)
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -131,8 +135,8 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
-        "package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, "
+        "hf:PATH (a data set of Hugging Face's library on disk), or package:function",
     )
     data_dir: str | None = setting(
         None,
@@ -152,14 +156,14 @@ class DataConfig(Section):
         of=IMAGES,
     )
     image_column: str | None = setting(
-        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+        None, "NAME", "the column with the images, or their paths; default: image, path and the like", of=COLUMNS
     )
     label_column: str | None = setting(
         None,
         "NAME,...",
         "the column with the labels; several columns have a label or a number each; default: label, class and the like",
         brief="of a table: the column with the labels",
-        of=TABLE,
+        of=COLUMNS,
     )
     label_delimiter: str | None = setting(
         None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
@@ -259,7 +263,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        elif not is_table(self.data):
+        elif not is_table(self.data) and not (self.data.startswith(HF) and self.data != HF):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
@@ -421,7 +425,6 @@ class CacheConfig(Section):
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        brief="where they stay after the run",
         of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
@@ -456,7 +459,7 @@ class ModelConfig(Section):
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
         "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
-        brief="network: resnet18, timm:NAME, hf:FOLDER, package:function",
+        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -566,14 +569,12 @@ class OptimizerConfig(Section):
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
         "given",
-        brief="sgd, adamw or lars, if not chosen",
         of=TRAINED,
     )
     lr: Positive = setting(
         By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
         "learning rate, used as given for any number of ranks",
-        brief="learning rate, if not chosen",
         of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(
@@ -597,6 +598,12 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    loss: Annotated[str, choice("huber", "squared")] = setting(
+        "huber",
+        "WHICH",
+        "of numbers, standardised: huber (errors above 1 count less) or squared; solved heads have squared ones",
+        of=(IMAGES, TRAINED),
+    )
     class_weights: str = setting(
         "none",
         "HOW",
@@ -702,7 +709,9 @@ class RunConfig(Section):
         "",
         "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
-    tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
+    track: str = setting(
+        "none", "LIST", f"report to experiment trackers too: {', '.join(TRACKERS)}", brief=", ".join(TRACKERS)
+    )
     quiet: bool = setting(
         False, "", "say nothing but errors; log.txt in the run directory has the lines", brief="print errors only"
     )
@@ -717,6 +726,11 @@ class RunConfig(Section):
         if self.checkpoint_every != "auto":
             parse_cadence(self.checkpoint_every)
         self.budget_seconds()
+        self.trackers()
+
+    def trackers(self) -> list[str]:
+        """Return the names of the trackers that the run reports to."""
+        return sorted(parse_parts("track", self.track, TRACKERS))
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""

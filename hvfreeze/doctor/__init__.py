@@ -1,1 +1,1 @@
-"""`hvfreeze doctor`: what a machine, or a list of hosts, lacks."""
+"""`hvfreeze doctor`: checks whether a machine, or a list of hosts, can train."""

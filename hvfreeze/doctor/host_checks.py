@@ -1,4 +1,4 @@
-"""Checks of nodes that are to train together: pure functions from their answers and links to a `CheckResult`."""
+"""Checks of nodes that will train together: pure functions from their answers and links to a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CLOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Host:
-    """A node as -H names it, and how many ranks it is to take."""
+    """A node by its name in -H, and its number of ranks."""
 
     name: str
     slots: int
 
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By host, as `remote.facts` gives them."""
+"""Facts by host, as `remote.facts` returns them."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A host's `facts`, or `error` and its `remedy`; `asked` and `answered` are this machine's times, in seconds."""
+    """A host's `facts`, or an `error` and its `remedy`; `asked` and `answered` are this machine's times, in seconds."""
 
     facts: Mapping[str, Any]
     error: str
@@ -37,7 +37,7 @@ class Answer:
 
 
 def check_ssh(answers: Mapping[str, Answer]) -> CheckResult:
-    """Check that every host answers ssh without asking anything, and has this Python."""
+    """Check that every host answers ssh without a prompt, and has this Python."""
     bad = {name: answer for name, answer in answers.items() if answer.error}
     if bad:
         value = "; ".join(f"{name}: {answer.error}" for name, answer in bad.items())
@@ -46,7 +46,7 @@ def check_ssh(answers: Mapping[str, Answer]) -> CheckResult:
 
 
 def odd_ones(found: Mapping[str, str]) -> tuple[str, list[str], list[str]]:
-    """Return the most frequent value, the hosts where it is "missing", and the hosts with another one."""
+    """Return the most frequent value, the hosts with the value "missing", and the hosts with another value."""
     usual = max(found.values(), key=list(found.values()).count)
     lacking = [host for host, value in found.items() if value == "missing"]
     return usual, lacking, [host for host, value in found.items() if value not in (usual, "missing")]
@@ -72,7 +72,7 @@ def check_versions(facts: Facts) -> CheckResult:
 
 
 def check_same(name: str, found: Mapping[str, str], *, remedy: str) -> CheckResult:
-    """Check that every host gave the same value, and that it is not "missing"."""
+    """Check that all hosts have the same value, and that it is not "missing"."""
     _, lacking, others = odd_ones(found)
     if lacking:
         return CheckResult(name, False, f"missing on {', '.join(lacking)}", f"{remedy} there, or share it")
@@ -85,7 +85,7 @@ def check_cache_directory(facts: Facts, *, directory: str) -> CheckResult:
     """Check that every host could write 1 MiB to `directory`."""
     bad = [f"{name}: {said['cache']}" for name, said in facts.items() if said["cache"]]
     if bad:
-        remedy = "make room there, or give another --cache-dir"
+        remedy = "free some space there, or choose another --cache-dir"
         return CheckResult("cache directory", False, f"{directory}: {'; '.join(bad)}", remedy)
     return CheckResult("cache directory", True, f"{directory} is writable")
 
@@ -101,33 +101,33 @@ def check_data_directory(facts: Facts, *, directory: str) -> CheckResult:
 
 
 def check_ports(facts: Facts, hosts: Sequence[Host], *, ports: list[int]) -> CheckResult:
-    """Check that every host has as many free ports in the range as its ranks and their daemon listen on."""
+    """Check that every host has as many free ports in the range as its ranks and their daemon need."""
     span = f"{ports[0]}-{ports[1]}"
     used = {name: list(said["used_ports"]) for name, said in facts.items()}
     words = [f"{name}: {', '.join(map(str, taken[:5]))} in use" for name, taken in used.items() if taken]
     few = [host for host in hosts if ports[1] - ports[0] + 1 - len(used[host.name]) < 2 * host.slots + 1]
     if few:
         wanted = max(2 * host.slots + 1 for host in few)
-        value = "; ".join([*words, f"too few are free on {', '.join(host.name for host in few)}"])
-        remedy = f"HVFREEZE_PORTS needs {wanted} free ports on each of them"
+        value = "; ".join([*words, f"too few free ports on {', '.join(host.name for host in few)}"])
+        remedy = f"HVFREEZE_PORTS must have {wanted} free ports on each host"
         return CheckResult("ports", False, f"{span}: {value}", remedy)
-    remedy = "others of the range are taken instead" if words else ""
+    remedy = "the other ports of the range are used instead" if words else ""
     return CheckResult("ports", True, f"{span}: {'; '.join(words) or 'free'}", remedy)
 
 
 def check_clock(answers: Mapping[str, Answer]) -> CheckResult:
-    """Check that every host's clock is this one's, as far as the moments of question and answer tell."""
+    """Check that every host's clock agrees with this one's, up to the time of question and answer."""
     off = []
     for name, answer in answers.items():
         early, late = answer.asked - float(answer.facts["time"]), float(answer.facts["time"]) - answer.answered
         if max(early, late) > CLOCK_SECONDS:
-            off.append(f"{name} is {max(early, late):.0f} s {'behind' if early > late else 'ahead'}")
-    remedy = "training does not mind, file times and logs do: run an NTP client there" if off else ""
+            off.append(f"{name} is {max(early, late):.0f} s {('behind' if early > late else 'ahead')}")
+    remedy = "training is not affected, but file times and logs are; run an NTP client there" if off else ""
     return CheckResult("clock", True, "; ".join(off) or f"{_all(answers)} within {CLOCK_SECONDS:.0f} s", remedy)
 
 
 def check_slots(facts: Facts, hosts: Sequence[Host]) -> CheckResult:
-    """Check that no host is to take more ranks than it has cores."""
+    """Check that no host gets more ranks than it has cores."""
     cores = {name: int(said["cores"]) for name, said in facts.items()}
     full = [f"{h.name}: {h.slots} ranks, {plural(cores[h.name], 'core')}" for h in hosts if h.slots > cores[h.name]]
     if full:
@@ -141,26 +141,28 @@ def _all(names: Mapping[str, object]) -> str:
 
 
 RESNET18 = {"none": (44_726_568, 12), "fp16": (22_363_332, 12), "powersgd:4": (621_560, 15)}
-"""Compression -> bytes that a rank of two hands over in a step of ResNet-18 with ten classes, and in how many sums."""
+"""Compression -> bytes that one of two ranks sends in a step of ResNet-18 with ten classes, and number of
+allreduces."""
 COMPUTE_SECONDS, HIDING_SECONDS = 0.25, 0.15
-"""A step that a few cores compute, 64 images of 32 pixels, and the backward pass in it, behind which sums travel."""
+"""Seconds of a typical step, 64 images of 32 pixels on a few cores, and of its backward pass, which hides
+allreduces."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured from a host to the next."""
+    """Measurements of the link from a host to the next."""
 
     megabits_per_second: float
     latency_seconds: float
-    """Of a byte, one way."""
+    """One-way latency of a byte."""
 
 
 Links = Mapping[tuple[str, str], Link | str]
-"""By (sender, receiver); text says why there is none."""
+"""Links by (sender, receiver); a text is the reason why there is none."""
 
 
 def check_bandwidth(links: Links) -> CheckResult:
-    """Check that every host reaches the next; a link at less than half of the fastest is noted."""
+    """Check that every host reaches the next; a link with less than half of the fastest rate is noted."""
     if not links:
         return CheckResult("bandwidth", True, "one host")
     broken = [f"{sender} -> {receiver}: {link}" for (sender, receiver), link in links.items() if isinstance(link, str)]
@@ -170,32 +172,36 @@ def check_bandwidth(links: Links) -> CheckResult:
     rates = {pair: link.megabits_per_second for pair, link in links.items() if isinstance(link, Link)}
     (sender, receiver), least = min(rates.items(), key=lambda item: item[1])
     most = max(rates.values())
-    remedy = f"{sender} -> {receiver} slows every allreduce down to its rate" if least < most / 2 else ""
-    return CheckResult("bandwidth", True, f"{least:.0f} to {most:.0f} Mbit/s, all sending to the next at once", remedy)
+    remedy = f"{sender} -> {receiver} limits the rate of every allreduce" if least < most / 2 else ""
+    return CheckResult(
+        "bandwidth", True, f"{least:.0f} to {most:.0f} Mbit/s, all hosts sending to the next at once", remedy
+    )
 
 
 def check_latency(links: Links) -> CheckResult:
-    """Tell how long a byte takes from a host to the next."""
+    """Report the latency from a host to the next."""
     delays = [1e3 * link.latency_seconds for link in links.values() if isinstance(link, Link)]
     if not delays:
         return CheckResult("latency", True, "one host" if not links else "not measured")
-    return CheckResult("latency", True, f"{min(delays):.2f} to {max(delays):.2f} ms from a host to the next")
+    return CheckResult("latency", True, f"{min(delays):.2f} to {max(delays):.2f} ms between neighbouring hosts")
 
 
 def check_job(links: Links) -> CheckResult:
-    """Tell what a step of ResNet-18 would take on these hosts; what waits for the network is noted."""
+    """Predict a step of ResNet-18 on these hosts; waiting for the network is noted."""
     usable = [link for link in links.values() if isinstance(link, Link)]
     if len(usable) < max(1, len(links)):
-        return CheckResult("a step", True, "one host: nothing to exchange" if not links else "not known")
+        return CheckResult("a step", True, "one host: no communication" if not links else "not known")
     seconds = {name: step_seconds(usable, *what) for name, what in RESNET18.items()}
     shown = ", ".join(f"{1e3 * taken:.0f} ms with {name}" for name, taken in seconds.items())
-    value = f"ResNet-18 that computes {1e3 * COMPUTE_SECONDS:.0f} ms: --compression {shown}"
+    value = f"predicted for ResNet-18 ({1000.0 * COMPUTE_SECONDS:.0f} ms of computation): --compression {shown}"
     waits = seconds["none"] > 1.05 * COMPUTE_SECONDS
-    return CheckResult("a step", True, value, "add --compression auto, which measures and chooses" if waits else "")
+    return CheckResult(
+        "a step", True, value, "add --compression auto, which measures and chooses the compression" if waits else ""
+    )
 
 
 def step_seconds(links: Sequence[Link], payload_bytes: float, sums: int) -> float:
-    """Return the seconds of a step whose sums go round the hosts, one link as good as the slowest."""
+    """Return the seconds of a step whose ring allreduces run at the rate of the slowest link."""
     hosts = len(links)
     rate = 1e6 * min(link.megabits_per_second for link in links) / 8
     latency = max(link.latency_seconds for link in links)

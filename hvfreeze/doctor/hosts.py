@@ -1,4 +1,4 @@
-"""`hvfreeze doctor --hosts a:2,b:2`: are these nodes fit to train together, and if not, what to mend.
+"""`hvfreeze doctor --hosts a:2,b:2`: checks whether these nodes can train together.
 
 Nodes are asked over ssh, with the Python and the directory of this process, as mpirun and horovodrun will use them.
 """
@@ -28,27 +28,31 @@ ANSWER_SECONDS = 60.0
 BANDWIDTH_SECONDS = 0.5
 PROBE = Path(__file__).with_name("remote.py")
 LOOPBACK = ("localhost", "127.0.0.1")
-"""Names by which every machine calls itself."""
+"""Names of the local machine."""
 SENT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""What finds Python, its packages and its libraries; launchers send them too."""
+"""Variables that locate Python, its packages and its libraries; launchers send them too."""
 # ssh's own words, and what they mean to somebody who wants to train.
 SSH_TROUBLE = (
-    ("not resolve", "the name has no address", "correct --hosts or the hostfile, or /etc/hosts"),
-    ("Permission denied", "ssh refuses the key", "`ssh-copy-id {host}`, until `ssh {host} true` asks nothing"),
-    ("Host key", "ssh does not trust its host key", "compare it, then `ssh-keyscan {host} >> ~/.ssh/known_hosts`"),
-    ("timed out", "no answer", "is it up, and its network reachable from here?"),
-    ("No route", "no answer", "is it up, and its network reachable from here?"),
+    ("not resolve", "the name has no address", "correct --hosts, the hostfile or /etc/hosts"),
+    (
+        "Permission denied",
+        "ssh rejects the key",
+        "run `ssh-copy-id {host}` until `ssh {host} true` works without a password",
+    ),
+    ("Host key", "the host key is unknown to ssh", "verify it, then run `ssh-keyscan {host} >> ~/.ssh/known_hosts`"),
+    ("timed out", "no answer", "check that it is up and reachable from here"),
+    ("No route", "no answer", "check that it is up and reachable from here"),
     ("refused", "no ssh server", "start sshd there"),
-    ("shared libraries", "{last}", "put it there into a folder of this machine's LD_LIBRARY_PATH, which is sent along"),
+    ("shared libraries", "{last}", "put it into a folder of LD_LIBRARY_PATH there; this machine's value is used"),
     ("not found", "no Python at {python}", "run `make setup` there, or share this environment with it"),
     ("No such file", "no Python at {python}", "run `make setup` there, or share this environment with it"),
 )
 
 
 def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, str], Link | str]:
-    """Return the link from each host to the next, all used at once as in a ring allreduce, or why there is none.
+    """Measure the link from each host to the next, all at once as in a ring allreduce; return it or an error.
 
-    One host alone has no next: {}.
+    A single host has no next one: {}.
     """
     if len(hosts) < 2:
         return {}
@@ -77,7 +81,7 @@ def measure_ring(hosts: Sequence[Host], *, ports: list[int]) -> dict[tuple[str, 
 
 
 def _start(host: Host, order: Mapping[str, Any]) -> subprocess.Popen[str]:
-    """Return the probe, running on the host with this order."""
+    """Start the probe on the host with this order, and return its process."""
     variables = [f"{name}={os.environ[name]}" for name in SENT_VARIABLES if os.environ.get(name)]
     words = ["env", *variables, sys.executable, "-", json.dumps(order)]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
@@ -92,7 +96,7 @@ def _is_here(host: Host) -> bool:
 
 
 def ask(host: Host, order: Mapping[str, Any]) -> Answer:
-    """Return what the host says to an order, or why it does not answer and what to do about it."""
+    """Return the host's answer to an order, or the error and its remedy."""
     asked = time.time()
     process = _start(host, order)
     try:
@@ -109,11 +113,11 @@ def ask(host: Host, order: Mapping[str, Any]) -> Answer:
         if words in trouble:
             names = {"host": host.name, "python": sys.executable, "last": last}
             return Answer({}, meaning.format(**names), remedy.format(**names), asked, time.time())
-    return Answer({}, last, f"try `ssh {host.name} true`", asked, time.time())
+    return Answer({}, last, f"check `ssh {host.name} true`", asked, time.time())
 
 
 def _first_answer(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the first JSON object among the lines, {} without one; a login script may print before it."""
+    """Return the first JSON object among the lines, {} without one; a login script may print lines before it."""
     for line in lines:
         if line.startswith("{"):
             answer: dict[str, Any] = json.loads(line)
@@ -122,32 +126,34 @@ def _first_answer(lines: Iterable[str]) -> dict[str, Any]:
 
 
 HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
-"""What a host may be called, with its slots: ssh takes a name that begins with - for an option, such as one that runs a
-command. launch/hosts.sh and launch/restarts.py have the same rule."""
+"""A valid host name with slots. ssh takes a name that begins with - for an option, which may run a command.
+launch/hosts.sh and launch/restarts.py have the same rule."""
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts in `a:2,b:2,c`; without a number a host takes one rank.
+    """Return the hosts in `a:2,b:2,c`; without a number a host gets one rank.
 
-    Raises UsageError where a part is not NAME or NAME:SLOTS, or a name is there twice.
+    Raises UsageError if a part is not NAME or NAME:SLOTS, or a name occurs twice.
     """
     return _hosts([part.strip() for part in text.split(",")], source="--hosts")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Return the hosts of a file with a line a host: `a slots=2`, `a:2` or `a`; `#` begins a comment.
+    """Return the hosts of a file with one host per line: `a slots=2`, `a:2` or `a`; `#` begins a comment.
 
-    Raises UsageError where the file cannot be read, is empty, or has a line of another form.
+    Raises UsageError if the file cannot be read, is empty, or has an invalid line.
     """
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
-        raise UsageError(f"--hostfile {path}: {error.strerror}: give a file with a line a host") from error
+        raise UsageError(
+            f"--hostfile {path} cannot be read: {error.strerror}; give a file with one host per line"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--hostfile {path} is no text in UTF-8: give a file with a line a host") from error
+        raise UsageError(f"--hostfile {path} is not UTF-8 text; give a file with one host per line") from error
     parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not parts:
-        raise UsageError(f"--hostfile {path} names no host: write a line a host, such as `node0 slots=1`")
+        raise UsageError(f"--hostfile {path} names no host; write one host per line, such as `node0 slots=1`")
     return _hosts(parts, source=f"--hostfile {path}")
 
 
@@ -156,18 +162,18 @@ def _hosts(parts: Sequence[str], *, source: str) -> tuple[Host, ...]:
     for part in parts:
         found = HOST.fullmatch(part)
         if found is None:
-            rule = "is not NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"
+            rule = "must be NAME or NAME:SLOTS (`node0:1`; in a hostfile also `node0 slots=1`)"
             raise UsageError(f"{source}: {part!r} {rule}")
         hosts.append(Host(found.group(1), int(found.group(2) or 1)))
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"{source} names {', '.join(twice)} more than once: name a host once, with all its slots")
+        raise UsageError(f"{source} names {', '.join(twice)} more than once; name each host once, with all its slots")
     return tuple(hosts)
 
 
 def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None) -> int:
-    """Print a table of all checks of these hosts; return 0 when they are usable together, 3 when there is a problem."""
+    """Print a table of all checks of these hosts; return 0 if they can train together, 3 if there is a problem."""
     found = host_checks(hosts, data_dir=data_dir, cache_dir=cache_dir)
     print(table(found, about="This host is" if len(hosts) == 1 else "These hosts are"))
     return exit_code(found)
@@ -176,7 +182,7 @@ def run_hosts_doctor(hosts: Sequence[Host], *, data_dir: Path | None = None, cac
 def host_checks(
     hosts: Sequence[Host], *, data_dir: Path | None = None, cache_dir: Path | None = None
 ) -> list[CheckResult]:
-    """Return all checks of these hosts, in the order of the table; takes seconds, whatever their number."""
+    """Return all checks of these hosts, in the order of the table; takes seconds, for any number of hosts."""
     ports = _ports(os.environ.get("HVFREEZE_PORTS", ""))
     order = {
         "do": "facts",

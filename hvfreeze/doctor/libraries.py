@@ -1,7 +1,7 @@
-"""Facts about this machine's libraries, each gathered in a process of its own because importing one may crash.
+"""Facts about this machine's libraries, each gathered in a separate process because importing one may crash.
 
 `python -m hvfreeze.doctor.libraries NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and
-reads it.
+parses it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Probe:
-    """What one library said of itself: `facts`, or why there are none in `error` (empty when all went well)."""
+    """The `facts` of one library, or the reason why there are none in `error` (empty on success)."""
 
     facts: dict[str, str] = field(default_factory=dict)
     error: str = ""
 
 
 def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
-    """Return the facts of library `name`, from a fresh process; a crash, an exception or silence becomes `error`."""
+    """Return the facts of library `name` from a new process; a crash, an exception or a timeout becomes `error`."""
     command = [sys.executable, "-m", "hvfreeze.doctor.libraries", name]
     output, error = run_and_read(command, timeout_seconds=timeout_seconds)
     return Probe(error=error) if error else Probe(facts=json.loads(output.splitlines()[-1]))
 
 
 def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tuple[str, str]:
-    """Return the standard output of `command`, and an empty string or one line on how it failed."""
+    """Return the standard output of `command` and "", or "" and one line about its failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tu
 
 
 def mpi_name(text: str) -> str:
-    """Return family and version, such as `Open MPI 4.1.4`, in what mpirun or MPI_Get_library_version say."""
+    """Return family and version, such as `Open MPI 4.1.4`, from the output of mpirun or MPI_Get_library_version."""
     for family, pattern in (
         ("Open MPI", r"Open MPI\)? v?(\d[\w.]*)"),
         ("MPICH", r"(?:MPICH Version:|HYDRA build details:\s*Version:)\s*(\d[\w.]*)"),

@@ -1,7 +1,7 @@
-"""What one node says of itself; the text of this file is sent over ssh and run there by `python -`.
+"""The probe of a node; this file is sent over ssh and run there by `python -`.
 
-Standard library only, and nothing of hvfreeze: it must also run where hvfreeze is missing. The first argument is a JSON
-object with `do` and what that needs; every answer is one line of JSON.
+It uses the standard library only, because hvfreeze may be missing there. The first argument is a JSON object with `do`
+and its arguments; every answer is one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PINGS = 20
 
 
 def facts(order: dict[str, Any]) -> dict[str, Any]:
-    """Return versions, code, directories, used ports, cores and the time, as seen by this process.
+    """Return versions, code, directories, used ports, cores and the time of this node.
 
     `order` has `cache_dir`, `data_dir` (paths, or "" for none) and `ports` ([first, last], or []).
     """
@@ -54,7 +54,7 @@ def _version(name: str) -> str:
 
 
 def _code() -> str:
-    """SHA-256 over names and bytes of the package's Python files, "missing" without the package."""
+    """Return the SHA-256 over names and bytes of the package's Python files, "missing" without the package."""
     found = importlib.util.find_spec("hvfreeze")
     if found is None or not found.submodule_search_locations:
         return "missing"
@@ -77,7 +77,7 @@ def _mpi() -> str:
 
 
 def _writable(directory: str) -> str:
-    """Return nothing when 1 MiB can be written to the directory, made if need be; else why not."""
+    """Return "" if 1 MiB can be written to the directory, which is created if necessary; else the reason."""
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -90,7 +90,7 @@ def _writable(directory: str) -> str:
 
 
 def _listing(directory: str) -> str:
-    """Return a hash of the names in the directory and in its own directories; else why there is none."""
+    """Return a hash of the names in the directory and in its own directories; else the error."""
     try:
         names = sorted(os.listdir(directory))
         below = [sorted(os.listdir(Path(directory, name))) for name in names if Path(directory, name).is_dir()]
@@ -114,10 +114,10 @@ def _is_free(port: int) -> bool:
 
 
 def listen(order: dict[str, Any]) -> dict[str, Any]:
-    """Print a port, answer there to each of some bytes, and receive what `send` sends then.
+    """Print a port, echo some single bytes there, and then receive the data of `send`.
 
-    Return {"bytes", "seconds"}, from the first byte of that to the last. `order` has `token`, which a sender must begin
-    with, and `ports` as in `facts`.
+    Return {"bytes", "seconds"}, from the first byte of the data to the last. `order` has `token`, which a sender must
+    send first, and `ports` as in `facts`.
     """
     with socket.socket() as server:
         free = [port for port in _range(order["ports"]) if _is_free(port)]
@@ -143,7 +143,7 @@ def listen(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(order: dict[str, Any]) -> dict[str, Any]:
-    """Send to `listen` on `host`:`port` for `seconds`; return {"error"}, why it could not or "", and {"latency"}.
+    """Send data to `listen` on `host`:`port` for `seconds`; return {"error"}, a reason or "", and {"latency"}.
 
     The latency, in seconds, is half of the fastest round trip of a byte.
     """

@@ -1,4 +1,4 @@
-"""`hvfreeze doctor`: is this machine fit to train, and if not, what to mend."""
+"""`hvfreeze doctor`: checks whether this machine can train, and prints remedies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the table: a problem when not `ok`, a note when `ok` with a `remedy`, fine otherwise."""
+    """One row of the table: a problem if not `ok`, a note if `ok` with a `remedy`, else fine."""
 
     name: str
     ok: bool
@@ -40,12 +40,12 @@ class CheckResult:
 
 
 def exit_code(checks: Iterable[CheckResult]) -> int:
-    """Return 0 when every check is ok, 3 otherwise."""
+    """Return 0 if every check is ok, else 3."""
     return USABLE if all(check.ok for check in checks) else UNUSABLE
 
 
 def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> str:
-    """Return one line a check, under it what to mend, and a last line that counts them, which begins with `about`."""
+    """Return a line per check with its remedy below it, and a last line that begins with `about` and counts."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
@@ -55,7 +55,7 @@ def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> s
     verdicts = [check.verdict for check in checks]
     fine, notes, problems = (verdicts.count(verdict) for verdict in ("OK", "note", "PROBLEM"))
     usable = "NOT usable" if problems else "usable"
-    return "\n".join([*lines, f"{about} {usable}: {fine} OK, {notes} to note, {problems} to mend."])
+    return "\n".join([*lines, f"{about} {usable}: {fine} OK, {notes} notes, {problems} problems."])
 
 
 def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:
@@ -67,20 +67,20 @@ def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:
 
 
 def check_torch(torch: Probe) -> CheckResult:
-    """Check that torch loads; tell its version and the threads that it uses by itself."""
+    """Check that torch can be loaded; report its version and its default number of threads."""
     if torch.error:
         return CheckResult("torch", False, torch.error, f"run `make setup`, or pip install '{TORCH}'")
     version = tuple(map(int, re.findall(r"\d+", torch.facts["version"])[:2]))
     if not OLDEST_TORCH <= version < UNTRIED_TORCH:
-        old = "files that it loads can run code or corrupt memory"
-        why = old if version < OLDEST_TORCH else "it asks for C++20, with which Horovod is not built"
+        old = "loading a model file with it can run code or corrupt memory"
+        why = old if version < OLDEST_TORCH else "it needs C++20, but Horovod is built with C++17"
         return CheckResult("torch", False, f"{torch.facts['version']}: {why}", f"pip install '{TORCH}'")
     threads = f"{plural(int(torch.facts['threads']), 'thread')}, {torch.facts['capability']} kernels"
     return CheckResult("torch", True, f"{torch.facts['version']}, {threads}")
 
 
 def check_torchvision(torchvision: Probe) -> CheckResult:
-    """Check that torchvision loads, with its compiled operators or with stand-ins for them."""
+    """Check that torchvision can be loaded, with its compiled operators or with stand-ins for them."""
     if torchvision.error:
         remedy = "install the torchvision that belongs to this torch"
         return CheckResult("torchvision", False, torchvision.error, remedy)
@@ -88,67 +88,74 @@ def check_torchvision(torchvision: Probe) -> CheckResult:
     if torchvision.facts["shim"]:
         value += ", without its compiled operators"
         remedy = (
-            "models and transforms of `hvfreeze train` work; in a script of your own `import torchvision` fails until "
-            "torch and torchvision are installed from the same index"
+            "models and transforms of `hvfreeze train` work, but `import torchvision` in your own script fails; "
+            "install torch and torchvision from the same index"
         )
         return CheckResult("torchvision", True, value, remedy)
     return CheckResult("torchvision", True, value)
 
 
 def check_horovod(horovod: Probe) -> CheckResult:
-    """Check that Horovod loads and was built with MPI."""
+    """Check that Horovod can be loaded and was built with MPI."""
     if horovod.error:
-        return CheckResult("Horovod", False, horovod.error, f"one process trains without it; for several, {REBUILD}")
+        return CheckResult(
+            "Horovod", False, horovod.error, f"a single process can train without it; for several, {REBUILD}"
+        )
     if not horovod.facts["mpi_built"]:
         return CheckResult("Horovod", False, f"{horovod.facts['version']}, built without MPI", REBUILD)
     return CheckResult("Horovod", True, f"{horovod.facts['version']}, built with {horovod.facts['mpi'] or 'MPI'}")
 
 
 def check_horovod_torch(horovod: Probe) -> CheckResult:
-    """Check that Horovod was built against the torch that is installed."""
+    """Check that Horovod was built against the installed torch."""
     name = "Horovod's torch"
     if horovod.error:
-        return CheckResult(name, False, "unknown", "Horovod must load first")
+        return CheckResult(name, False, "unknown", "Horovod must be importable first")
     built, installed = horovod.facts["built_with_torch"], horovod.facts["torch"]
     if built != installed:
-        return CheckResult(name, False, f"built with {built}, installed is {installed}", REBUILD)
+        return CheckResult(name, False, f"built with {built}, but {installed} is installed", REBUILD)
     return CheckResult(name, True, built)
 
 
 def check_mpirun(found: str, *, error: str, horovod: Probe) -> CheckResult:
-    """Check that mpirun is there and starts ranks of the MPI that Horovod was built with."""
+    """Check that mpirun exists and belongs to the MPI that Horovod was built with."""
     if error:
-        return CheckResult("mpirun", False, error, "apt-get install openmpi-bin, or load your cluster's MPI module")
+        return CheckResult("mpirun", False, error, "run apt-get install openmpi-bin, or load your cluster's MPI module")
     return _same_mpi("mpirun", found, value=found, horovod=horovod)
 
 
 def check_mpi4py(mpi4py: Probe, *, horovod: Probe) -> CheckResult:
-    """Check that mpi4py loads and talks to the MPI that Horovod was built with."""
+    """Check that mpi4py can be loaded and uses the MPI that Horovod was built with."""
     if mpi4py.error:
-        remedy = "pip install mpi4py, and have an MPI library where it is found"
+        remedy = "run pip install mpi4py with an MPI library on the library path"
         return CheckResult("mpi4py", False, mpi4py.error, remedy)
     value = f"{mpi4py.facts['version']} on {mpi4py.facts['mpi']}"
     return _same_mpi("mpi4py", mpi4py.facts["mpi"], value=value, horovod=horovod)
 
 
 def check_hdf5(h5py: Probe) -> CheckResult:
-    """Check that h5py loads, which the activation cache needs."""
+    """Check that h5py can be loaded, which the activation cache needs."""
     if h5py.error:
-        return CheckResult("h5py", False, h5py.error, "pip install h5py")
+        return CheckResult("h5py", False, h5py.error, "run pip install h5py")
     return CheckResult("h5py", True, f"{h5py.facts['version']}, HDF5 {h5py.facts['hdf5']}")
 
 
 def check_cores(cores: int, *, local_size: int, yields: bool) -> CheckResult:
-    """Check that ranks on this machine do not outnumber the cores that they may use, or give way while they wait."""
-    value = f"{cores} usable, {local_size} rank{'s' * (local_size > 1)} here, yielding {'on' if yields else 'off'}"
+    """Check that ranks on this machine do not outnumber the available cores, or yield while they wait."""
+    value = (
+        f"{cores} usable, {local_size} rank{'s' * (local_size > 1)} on this machine, waiting ranks "
+        f"{'yield' if yields else 'do not yield'}"
+    )
     if local_size > cores and not yields:
-        remedy = "set OMPI_MCA_mpi_yield_when_idle=1, else waiting ranks keep the cores busy: steps many times slower"
+        remedy = (
+            "set OMPI_MCA_mpi_yield_when_idle=1; without it waiting ranks occupy cores, and steps are many times slower"
+        )
         return CheckResult("cores", True, value, remedy)
     return CheckResult("cores", True, value)
 
 
 def check_processor(flags: frozenset[str]) -> CheckResult:
-    """Tell what the processor offers for training: vector width and bfloat16 (`flags` as in /proc/cpuinfo)."""
+    """Report the processor's features for training: vector width and bfloat16 (`flags` as in /proc/cpuinfo)."""
     wanted = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512 bfloat16", "amx_bf16": "AMX bfloat16"}
     has = [label for flag, label in wanted.items() if flag in flags]
     lacks = [f"no {label}" for flag, label in wanted.items() if flag not in flags]
@@ -156,19 +163,19 @@ def check_processor(flags: frozenset[str]) -> CheckResult:
 
 
 ROOM = {
-    "memory": (GIB, "available", "each rank takes about 0.5 GiB before any data: start fewer ranks"),
+    "memory": (GIB, "available", "each rank needs about 0.5 GiB plus its data; start fewer ranks"),
     "disk": (
         2 * GIB,
         "free in this folder",
-        "checkpoints and activation caches may not fit here: give --run-dir and --cache-dir on a larger disk",
+        "checkpoints and activation caches may not fit; put --run-dir and --cache-dir on a larger disk",
     ),
     "shared memory": (
         GIB // 4,
         "free in /dev/shm",
-        "containers get 64 MiB unless told otherwise: start this one with --shm-size=1g",
+        "containers get 64 MiB by default; start this one with --shm-size=1g",
     ),
 }
-"""Bytes that two small ranks need, with messages and batches of loading workers in shared memory; unit; remedy."""
+"""Bytes that two small ranks need, with messages and batches of loader workers in shared memory; unit; remedy."""
 
 
 def check_room(name: str, amount_bytes: int) -> CheckResult:
@@ -178,23 +185,23 @@ def check_room(name: str, amount_bytes: int) -> CheckResult:
 
 
 RUN_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-"""What Open MPI asks for, both at once."""
+"""Variables that Open MPI requires, both at once."""
 
 
 def check_user(user_id: int, *, allowed: bool) -> CheckResult:
-    """Check whether Open MPI will refuse to start as this user."""
+    """Check whether Open MPI would refuse to start as this user."""
     if user_id == 0 and not allowed:
-        remedy = f"plain mpirun refuses root without {' and '.join(f'{name}=1' for name in RUN_AS_ROOT)}"
+        remedy = f"mpirun refuses to run as root without {' and '.join(f'{name}=1' for name in RUN_AS_ROOT)}"
         return CheckResult("user", True, "root", remedy)
     return CheckResult("user", True, "root, allowed to start ranks" if user_id == 0 else f"id {user_id}")
 
 
 def check_home(home: str) -> CheckResult:
-    """Check that there is a folder for what is kept between runs; `home` is "~" where nobody knows the user's."""
+    """Check that there is a folder for files kept between runs; `home` is "~" if the user's is unknown."""
     if home == "~":
         remedy = (
-            "set HOME to a folder that this user can write to, or name the folders: --data-dir, $TORCH_HOME for "
-            "--weights DEFAULT, directory= of CachedLoader"
+            "set HOME to a writable folder, or set each folder: --data-dir, $TORCH_HOME for --weights DEFAULT, "
+            "directory= of CachedLoader"
         )
         return CheckResult("home directory", True, "none", remedy)
     return CheckResult("home directory", True, home, "" if os.access(home, os.W_OK) else "this user cannot write there")
@@ -203,20 +210,20 @@ def check_home(home: str) -> CheckResult:
 def _same_mpi(name: str, found: str, *, value: str, horovod: Probe) -> CheckResult:
     expected = horovod.facts.get("mpi", "")
     if expected and found != expected:
-        remedy = f"put that MPI first on PATH and LD_LIBRARY_PATH, or {REBUILD}"
+        remedy = f"put that MPI first in PATH and LD_LIBRARY_PATH, or {REBUILD}"
         return CheckResult(name, False, f"{value}, but Horovod was built with {expected}", remedy)
     return CheckResult(name, True, value)
 
 
 def run_doctor() -> int:
-    """Print a table of all local checks; return 0 when this machine is usable (notes do not count), 3 otherwise."""
+    """Print a table of all local checks; return 0 if this machine can train (notes do not count), else 3."""
     checks = local_checks()
     print(table(checks))
     return exit_code(checks)
 
 
 def local_checks() -> list[CheckResult]:
-    """Return all checks of this machine, in the order of the table; it takes seconds to load every library."""
+    """Return all checks of this machine, in the order of the table; loading every library takes seconds."""
     horovod = probe("horovod")
     mpirun_text, mpirun_error = run_and_read(["mpirun", "--version"])
     return [

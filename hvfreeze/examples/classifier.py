@@ -1,4 +1,4 @@
-"""A head on the features of all blocks, and plain Horovod beside it.
+"""A head on the features of all blocks, compared with plain Horovod.
 
 horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.classifier --weights DEFAULT
 """

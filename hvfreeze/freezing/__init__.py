@@ -1,4 +1,4 @@
-"""Who decides the cut, and what frozen means.
+"""Freezing by vote: criteria, the vote, and the cut of frozen blocks.
 
 Imports `errors`, `config`, `model`, `comm` and `runs`.
 """

@@ -1,4 +1,4 @@
-"""When votes are held, and when the cut may be expected to move."""
+"""The schedule of votes, and the predicted time until the cut changes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hvfreeze.wording import plural
 
 @dataclass
 class Length:
-    """How long training lasts, where that may be planned anew: who does changes it here, on all ranks alike."""
+    """The length of training, which may be replanned; its owner changes it in place, equally on all ranks."""
 
     epochs: int
 
 
 INTERVAL_STEPS = 100
-"""Between votes where nobody has said how long an epoch is."""
+"""Steps between votes if the length of an epoch is unknown."""
 WARMUP_INTERVALS = 5
-"""Before the first vote, likewise."""
+"""Steps before the first vote if the length of an epoch is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
     """When votes are held, in optimizer steps, and how long training lasts.
 
-    Without `steps_per_epoch` nothing is known of epochs; without `num_epochs` training, and with it the votes, has no
-    end that is known. Criteria that follow a schedule need both; see `check_schedules`.
+    Without `steps_per_epoch` the length of an epoch is unknown; without `num_epochs` the end of training is. Criteria
+    that follow a schedule need both; see `check_schedules`.
     """
 
     interval: int
@@ -39,7 +39,7 @@ class Cadence:
     steps_per_epoch: int | None = None
     num_epochs: int | None = None
     plan: Length | None = None
-    """Tells the epochs instead of `num_epochs`, for training whose length changes while it lasts."""
+    """Overrides `num_epochs` if the length of training may change while it runs."""
 
     @classmethod
     def of(
@@ -50,10 +50,10 @@ class Cadence:
         num_epochs: int | None = None,
         plan: Length | None = None,
     ) -> Cadence:
-        """Return the settings' cadence.
+        """Return the cadence of the settings.
 
-        By default votes twice an epoch, from the end of the first epoch on; where the length of an epoch is not known,
-        every `INTERVAL_STEPS`.
+        By default, votes are held twice an epoch from the end of the first epoch on; if the length of an epoch is
+        unknown, every `INTERVAL_STEPS` steps.
         """
         interval = settings.interval or (INTERVAL_STEPS if steps_per_epoch is None else max(1, steps_per_epoch // 2))
         first = WARMUP_INTERVALS * interval if steps_per_epoch is None else steps_per_epoch
@@ -67,35 +67,35 @@ class Cadence:
 
     @property
     def epochs(self) -> float:
-        """Epochs that training lasts, as is planned now; infinity where that is not known."""
+        """Planned epochs of training; infinity if unknown."""
         if self.plan is not None:
             return self.plan.epochs
         return math.inf if self.num_epochs is None else self.num_epochs
 
     @property
     def last_step(self) -> float:
-        """The step with which training ends; infinity where that is not known."""
+        """The last step of training; infinity if unknown."""
         return math.inf if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
 
     def described(self) -> str:
-        """Return when votes are held, in words."""
+        """Return the schedule of votes in words."""
         return f"a vote every {plural(self.interval, 'step')}, the first after step {self.first_vote}"
 
     def epochs_in(self, steps: float) -> float:
-        """Return how many epochs so many steps are; 0 where the length of an epoch is not known."""
+        """Return the number of epochs in so many steps; 0 if the length of an epoch is unknown."""
         return 0.0 if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def epoch(self, step: int) -> int:
-        """Return the number of the epoch that a step is in; 0 where the length of an epoch is not known."""
+        """Return the number of the epoch of a step; 0 if the length of an epoch is unknown."""
         return 0 if self.steps_per_epoch is None else step // self.steps_per_epoch
 
     @property
     def first_vote(self) -> int:
-        """The step after which the first vote is due, should the run last that long."""
+        """The step after which the first vote is due, if the run lasts that long."""
         return self.warmup or self.interval
 
     def ends_interval(self, step: int) -> bool:
-        """Tell whether an interval ends after `step` steps; the first vote's interval ends at the warm-up's end."""
+        """Return True if an interval ends after `step` steps; the first vote's interval ends with the warm-up."""
         return step > 0 and (step - self.warmup) % self.interval == 0
 
     def next_end(self, after: int) -> int:
@@ -103,34 +103,34 @@ class Cadence:
         return after + 1 + (self.warmup - after - 1) % self.interval
 
     def interval_ends(self, after: int, last: int) -> range:
-        """Return the steps after `after`, up to `last`, at which an interval ends."""
+        """Return the steps after `after`, up to `last`, at which intervals end."""
         return range(self.next_end(after), last + 1, self.interval)
 
     def votes(self, step: int) -> bool:
-        """Tell whether there is a vote after `step` steps; a vote after the last step could save nothing."""
+        """Return True if a vote is held after `step` steps; a vote after the last step would save nothing."""
         return self.ends_interval(step) and step >= self.warmup and step < self.last_step
 
 
 def check_schedules(settings: FreezeConfig, *, steps_per_epoch: int | None, num_epochs: int | None) -> None:
-    """Raise UsageError where a criterion follows a schedule, and its length is not known."""
+    """Raise UsageError if a criterion follows a schedule and the length of training is unknown."""
     given = {"steps_per_epoch": steps_per_epoch, "num_epochs": num_epochs}
     lacking = [f"{name}=" for name, value in given.items() if value is None]
     for name in [settings.freeze, *settings.shadow_names()] if lacking else []:
         if name in CRITERIA and not CRITERIA[name].watches_gradients:
             raise UsageError(
-                f"freeze ({name}) follows a schedule, which needs {' and '.join(lacking)}: give the optimizer's steps "
-                "in an epoch and the number of epochs, or a criterion that looks at gradients"
+                f"freeze ({name}) follows a schedule and needs {' and '.join(lacking)}; give the optimizer steps "
+                "per epoch and the number of epochs, or choose a criterion that uses gradients"
             )
 
 
 def epochs_until_move(
     cadence: Cadence, proposer: Proposer, evidence: Evidence, *, step: int, history: Sequence[Move]
 ) -> float:
-    """Return the epochs from `step` until `proposer` may be expected to move the cut; infinity where it cannot.
+    """Return the expected epochs from `step` until `proposer` changes the cut; infinity if it cannot.
 
-    What a schedule will do is certain. A criterion that looks at gradients moves at the earliest after two whole
-    intervals, and from then on as often as it has done so far: the expected number of votes is one over the share of
-    votes that have moved the cut, by Laplace's rule, so that a cut that stays is expected to stay longer and longer.
+    A schedule is certain. A criterion that uses gradients can change the cut after two whole intervals at the earliest.
+    After that, the expected number of votes is one over the share of votes that have changed the cut, by Laplace's
+    rule, so the longer a cut has stayed, the longer it is expected to stay.
     """
     if evidence.cut == evidence.num_blocks - 1:
         return math.inf
@@ -152,7 +152,7 @@ def epochs_until_move(
 
 
 def votes_until_move(cadence: Cadence, history: Sequence[Move], *, step: int) -> float:
-    """Return how many votes with two whole intervals before them it takes to move the cut, by the past up to `step`."""
+    """Return the expected number of votes (after two whole intervals) per change of the cut, up to `step`."""
     held = moved = 0
     for stay, later in zip(history, [*history[1:], None], strict=True):
         # The interval in which the cut moves is dropped; before the first step there is none.

@@ -1,13 +1,13 @@
-"""What each block still gains: do gradients of different samples agree?
+"""Estimates the gain of training each block from the agreement of gradients of different samples.
 
-For gradients g, h of different samples, <g, h> is an unbiased estimate of |E g|^2: what a step gains, to first order
-and for each unit of the learning rate, on samples that it has not seen. The rest of |g|^2 is noise. Sources: gradient
-signal to noise (Liu et al., "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters", ICLR 2020);
-coherent gradients (Chatterjee, ICLR 2020).
+For gradients g, h of different samples, <g, h> is an unbiased estimate of |E g|^2: the gain of a step on unseen
+samples, to first order and per unit of the learning rate. The rest of |g|^2 is noise. Sources: gradient signal-to-noise
+ratio (Liu et al., "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters", ICLR 2020); coherent
+gradients (Chatterjee, ICLR 2020).
 
-Ranks compute gradients of different samples, so rank r has its own estimate from its gradient and the average of all
-n ranks, without a message: (n <g_r, avg> - |g_r|^2) / (n - 1). One rank alone, and ranks whose average is compressed to
-a low rank, take the products of their own gradients of two steps in a row.
+Ranks compute gradients of different samples, so rank r estimates from its gradient and the average of all n ranks,
+without a message: (n <g_r, avg> - |g_r|^2) / (n - 1). A single rank, and ranks whose average is compressed to low rank,
+use the products of their own gradients of two consecutive steps.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import Join
 
 PIECE = 2**15
-"""Elements of a parameter, at most, that are looked at in one step: another piece in every sampled step, so that the
-estimate has no bias and costs less than a hundredth of the step."""
+"""Largest number of elements of a parameter that are sampled in one step. Every sampled step uses another piece, so the
+estimate is unbiased and costs less than 1 % of the step."""
 SAMPLES_PER_INTERVAL = 16
 LOOK_EVERY = 16
-"""Steps of an interval for each batch of a look at frozen blocks."""
+"""Steps of an interval per batch of a gradient probe of frozen blocks."""
 LEAST_PARTS = 4
-"""Into which the samples of a look are divided; a look by fewer gradients says nothing."""
+"""Parts into which the samples of a probe are divided; a probe with fewer gradients is useless."""
 LOOKED_AT = 64
-"""Steps of an interval for each whose own backward pass reaches frozen blocks, where `look` is not called."""
+"""Steps of an interval per step whose own backward pass reaches frozen blocks, if `look` is not called."""
 LONGEST_GAP = 16
-"""Steps between two samples, at most; at least two."""
+"""Largest number of steps between two samples; at least two."""
 WINDOW = 32
-"""Sampled steps that are judged together, at least, where two intervals have fewer."""
+"""Smallest number of sampled steps that are used together, if two intervals have fewer."""
 Gains = tuple[tuple[float, ...], ...]
-"""One row a sampled step, one number a block; 0 for blocks that nobody trains."""
+"""One row per sampled step, one number per block; 0 for blocks that are not trained."""
 
 
 def gap(interval: int) -> int:
-    """Return the steps between two sampled ones, for intervals of so many steps."""
+    """Return the number of steps between two sampled steps, for intervals of so many steps."""
     return min(max(2, interval // SAMPLES_PER_INTERVAL), LONGEST_GAP)
 
 
 def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:
-    """Return at most `PIECE` elements of `tensor`, in the memory order of `like`, and how many times more it has."""
+    """Return up to `PIECE` elements of `tensor`, in the memory order of `like`, and the ratio of all to these."""
     flat = tensor.reshape(-1) if like.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1).reshape(-1)
     pieces = max(1, len(flat) // PIECE)
     first = turn % pieces * PIECE
@@ -58,10 +58,11 @@ def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:
 
 
 def rate_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, elements: int, norm: float) -> float:
-    """Return by what the optimizer multiplies a gradient of so many elements and this norm, roughly.
+    """Return the approximate factor of the optimizer for a gradient of so many elements and this norm.
 
-    SGD by the learning rate. Others divide by the size that gradients have had (Adam and its kin): about the rate
-    per element, whatever the norm. Constant factors, as of momentum, do not count: only blocks are compared.
+    For SGD it is the learning rate. Other optimizers divide by the size of past gradients (Adam and its kin), so a step
+    is about the rate per element, whatever the norm. Constant factors, as of momentum, are ignored, because only blocks
+    are compared.
     """
     lr = float(group["lr"])
     return lr if isinstance(optimizer, torch.optim.SGD) else lr * math.sqrt(elements) / max(norm, 1e-30)
@@ -69,15 +70,14 @@ def rate_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, elements
 
 @dataclass
 class Coherence:
-    """Samples what the blocks that train gain in a step; see the module.
+    """Samples the gain of a step for the blocks that train; see the module.
 
     Attributes:
-        latest: of the interval under way, a row for each sample, on all ranks of the same steps; NaN where it is of no
-            use.
-        complete: of the last complete intervals at this cut: two, or as many as have `WINDOW` samples.
-        peaks: the most that each block gained in any interval so far, as its mean.
-        looks: what all blocks, the frozen ones too, would gain, by two looks in intervals that follow each other; empty
-            but around these.
+        latest: rows of the current interval, one per sample, on all ranks of the same steps; NaN if a sample is
+            unusable.
+        complete: rows of the last complete intervals at this cut: two, or as many as have `WINDOW` samples.
+        peaks: the largest mean gain of each block in any interval so far.
+        looks: gains of all blocks, including frozen ones, from two probes in consecutive intervals; else empty.
     """
 
     prefix: FrozenPrefix
@@ -86,43 +86,43 @@ class Coherence:
     every: int
     """Steps between two samples."""
     join: Join = list
-    """Adds up with the ranks that hold the other blocks; a collective among them."""
+    """Sums over the ranks that hold the other blocks; a collective among them."""
     latest: list[list[float]] = field(default_factory=list)
     complete: list[Gains] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     looks: list[Gains] = field(default_factory=list)
     intervals: int = 0
-    """At this cut."""
+    """Number of complete intervals at this cut."""
     next_look: int = 2
-    """The interval at whose end frozen blocks are looked at; the two after that come twice as late."""
+    """The interval at whose end frozen blocks are probed; the distance doubles after each pair of probes."""
     steps: int = 0
-    """Of the interval under way."""
+    """Steps in the current interval."""
     turn: int = 0
-    """Counts samples, for the piece that the next looks at."""
+    """Number of samples, which selects the next piece."""
     looking: bool = False
-    """Whether the backward pass of the step under way reaches frozen blocks."""
+    """Whether the backward pass of the current step reaches frozen blocks."""
     parts: list[dict[str, Tensor]] = field(default_factory=list)
-    """Pieces of this rank's own gradients in such steps of the interval, by the parameter's name."""
+    """Sums of this rank's gradient pieces in the probing steps of the interval, by parameter name."""
     _blocks: dict[str, int] = field(default_factory=dict)
-    """Of each parameter that trains, by its name."""
+    """Blocks of the parameters that train, by parameter name."""
     _kept: dict[str, Tensor] = field(default_factory=dict)
     """Pieces of this rank's own gradients."""
     _products: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """<g, h> and |h|^2 of the sample under way, of whole parameters."""
+    """<g, h> and |h|^2 of the current sample, for whole parameters."""
     _part: dict[str, Tensor] = field(default_factory=dict)
-    """Of the step under way."""
+    """Pieces of the current step."""
     _part_of: int = -1
-    """The step of the reducer that it belongs to: a step that is skipped is followed by another."""
+    """The reducer's step that the pieces belong to: a skipped step is followed by another."""
     _taken: Counter[str] = field(default_factory=Counter)
-    """Backward passes of that step that have reached a frozen parameter."""
+    """Number of backward passes of that step that have reached a frozen parameter."""
 
     @property
     def gains(self) -> Gains | None:
-        """What the complete intervals found, from the oldest on; None until there are two."""
+        """Rows of the complete intervals, oldest first; None until there are two intervals."""
         return tuple(row for rows in self.complete for row in rows) if len(self.complete) > 1 else None
 
     def follow(self) -> None:
-        """Begin anew at another cut; what blocks gained at best stays."""
+        """Start again at another cut; the peaks are kept."""
         chain, (start, stop) = self.prefix.chain, self.prefix.held
         blocks = range(max(self.prefix.cut, start), stop)
         self._blocks = {name: block for block in blocks for name, _ in self.prefix.trained(block, block + 1)}
@@ -132,14 +132,14 @@ class Coherence:
         self.restart()
 
     def restart(self) -> None:
-        """Begin an empty interval."""
+        """Start an empty interval."""
         self.steps, self.latest = 0, []
         self.looks = self.looks if len(self.looks) < 2 else []
         self._kept, self._products = {}, {}
         self.looking, self.parts = False, []
 
     def observe(self, slot: int, gradient: Tensor) -> None:
-        """Look at this rank's own gradient of the `slot`-th carried parameter, before it is averaged."""
+        """Sample this rank's gradient of the `slot`-th carried parameter, before it is averaged."""
         name, parameter = self.reducer.carried[slot]
         if self.looking and name in self._blocks:
             self._look_at(name, parameter, gradient)
@@ -151,23 +151,23 @@ class Coherence:
             self._multiply(name, parameter, gradient)
 
     def take(self, name: str, gradient: Tensor) -> bool:
-        """Look at the gradient of a frozen parameter in one backward pass; tell whether it was the step's last."""
+        """Sample the gradient of a frozen parameter in one backward pass; return True if it was the step's last."""
         whole = gradient.to_dense() if gradient.is_sparse else gradient
         self._look_at(name, self.prefix.chain.model.get_parameter(name), whole)
         self._taken[name] += 1
         return self._taken[name] >= self.reducer.passes
 
     def compare(self) -> None:
-        """Look at the averages, which the parameters' gradients are now, where ranks are compared."""
+        """Sample the averaged gradients, if ranks are compared."""
         if self._across and self.steps % self.every == 0:
             for name, parameter in self.reducer.carried:
                 if name in self._kept and parameter.grad is not None:
                     self._multiply(name, parameter, self.reducer.average_of(parameter.grad))
 
     def end_step(self, *, scale: float = 1.0) -> None:
-        """Count a step; a sample that is complete is kept, unless it is not finite.
+        """Count a step; keep a complete sample unless it contains NaN or Inf.
 
-        `scale` is by what the gradients of this step that were looked at are too large.
+        `scale` is the loss scale of the sampled gradients of this step.
         """
         if self.looking:
             self._keep_part(scale)
@@ -183,7 +183,7 @@ class Coherence:
         self.steps += 1
 
     def end_interval(self) -> None:
-        """Keep what the interval has found. Collective where blocks are held by several ranks."""
+        """Store the samples of the interval. Collective if other ranks hold some of the blocks."""
         self.intervals += 1
         each, flat = 1 + len(self.prefix.chain.blocks), [1.0]
         for row in self.latest:
@@ -201,13 +201,13 @@ class Coherence:
 
     @property
     def looks_are_due(self) -> bool:
-        """Whether frozen blocks are to be looked at before the interval under way ends."""
+        """Whether frozen blocks are to be probed before the current interval ends."""
         return self.prefix.cut > 0 and self.intervals + 1 >= self.next_look
 
     def look(self, losses: Iterable[Tensor]) -> None:
-        """Compare the gradients of `losses`, of different samples, for all blocks; nothing changes.
+        """Compare the gradients of `losses`, of different samples, for all blocks; changes no state of training.
 
-        The losses are computed one by one, with the frozen parameters' gradients.
+        The losses are computed one at a time, with the gradients of frozen parameters.
         """
         chain = self.prefix.chain
         named = self.prefix.trained(0, len(chain.blocks))
@@ -228,9 +228,10 @@ class Coherence:
         self.turn += 1
 
     def end_look(self) -> None:
-        """Compare the gradients of the interval's steps that have reached frozen blocks; before `end_interval`.
+        """Compare the gradients of the interval's probing steps; call it before `end_interval`.
 
-        With the mean of all other ranks', whose samples are others; one rank alone compares its own. Collective.
+        They are compared with the mean of all other ranks, which have other samples; a single rank compares its own
+        steps. Collective.
         """
         parts = self.parts
         whole, count = summed(parts), len(parts)
@@ -241,7 +242,7 @@ class Coherence:
         self._add_look(self._gains_of(parts, whole, count=count, mine=mine) if enough else ())
 
     def _over_ranks(self, mine: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], int]:
-        """Return the sums of all ranks' pieces, and of their numbers of gradients. Collective."""
+        """Return the sums over ranks of all pieces, and of their numbers of gradients. Collective."""
         named = self.prefix.trained(0, len(self.prefix.chain.blocks))
         empty = {name: torch.zeros_like(piece(p.detach(), self.intervals, like=p)[0]) for name, p in named}
         pieces = [mine.get(name, empty[name]).float() for name, _ in named]
@@ -264,13 +265,15 @@ class Coherence:
         count: int,
         mine: dict[str, Tensor] | None = None,
     ) -> Gains:
-        """Return a row for each part, the products of its gradients with the mean of others.
+        """Return a row per part: the products of its gradients with the mean of the others.
 
         Args:
             parts: this rank's gradients.
-            whole: the sum of these, and of those of other ranks where there are some.
-            count: how many it is the sum of.
-            mine: the sum of this rank's, to compare with others' alone; None compares with all but the part itself.
+            whole: the sum of these and, if any, of those of other ranks.
+            count: number of gradients in `whole`.
+            mine: the sum of this rank's gradients, to compare with those of other ranks only; None compares with all
+                but the
+                part itself.
         """
         chain = self.prefix.chain
         named = [(b, *of) for b in range(len(chain.blocks)) for of in self.prefix.trained(b, b + 1)]
@@ -293,21 +296,21 @@ class Coherence:
         return tuple(map(tuple, rows))
 
     def _look_at(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a piece of a gradient, the same in all steps of an interval, to what this step's passes had of it."""
+        """Add a piece of a gradient, the same in all steps of an interval, to the sum over this step's passes."""
         if self._part_of != self.reducer.steps:
             self._part, self._taken, self._part_of = {}, Counter(), self.reducer.steps
         own = piece(gradient.detach(), self.intervals, like=parameter)[0]
         self._part[name] = self._part[name] + own if name in self._part else own.clone()
 
     def _keep_part(self, scale: float) -> None:
-        """Keep what this step's gradients were, unless they are not finite, or no frozen block was reached."""
+        """Keep this step's gradients, unless they contain NaN or Inf or no frozen block was reached."""
         reached = any(name not in self._blocks for name in self._part)
         if reached and all(math.isfinite(float(own.sum())) for own in self._part.values()):
             self.parts.append({name: own.div_(scale) if scale != 1.0 else own for name, own in self._part.items()})
         self._part = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's samples, and the pieces that wait for the next step."""
+        """Return this rank's samples, and the pieces kept for the next step."""
         return {
             "looks": [[list(row) for row in rows] for rows in self.looks],
             "intervals": self.intervals,
@@ -322,7 +325,7 @@ class Coherence:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned at the same cut."""
+        """Load a `state_dict` of the same cut."""
         self.steps, self.turn = state["steps"], state["turn"]
         self.looks = [tuple(tuple(row) for row in rows) for rows in state["looks"]]
         self.intervals, self.next_look = state["intervals"], state["next_look"]
@@ -335,7 +338,7 @@ class Coherence:
 
     @property
     def _completes(self) -> bool:
-        """Whether the step under way completes a sample: its own, or alone the one that the step before it began."""
+        """Whether the current step completes a sample: its own, or on a single rank that of the previous step."""
         return self.steps % self.every == (0 if self._across else 1)
 
     @property
@@ -366,7 +369,7 @@ class Coherence:
 
 
 def nothing_sampled() -> dict[str, Any]:
-    """Return the state of a `Coherence` at the begin of the first interval at a cut, but for its peaks."""
+    """Return the state of a `Coherence` at the begin of the first interval at a cut, with its peaks."""
     looked = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
     return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **looked}
 
@@ -378,25 +381,25 @@ def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def batches_of_a_look(interval: int) -> int:
-    """Return how many batches a look takes, for intervals of so many steps."""
+    """Return the number of batches of a probe, for intervals of so many steps."""
     return max(1, interval // LOOK_EVERY)
 
 
 def steps_of_a_look(interval: int) -> int:
-    """Return how many steps' own backward passes make a look, the last of an interval of so many; 0: too few there."""
+    """Return the number of final steps of an interval that probe in their backward passes; 0 if it is too short."""
     return max(LEAST_PARTS, interval // LOOKED_AT) if interval >= LEAST_PARTS else 0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of what samples have found, and its standard error."""
+    """The mean of samples and its standard error."""
 
     mean: float
     error: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from samples; infinitely uncertain where there are fewer than two."""
+        """Return the estimate from samples; its error is infinite if there are fewer than two."""
         count = len(values)
         mean = sum(values) / count if count else 0.0
         if count < 2:
@@ -405,9 +408,9 @@ class Estimate:
 
 
 def share_gained(gains: Gains, some: Sequence[int]) -> tuple[float, float]:
-    """Return between which parts of the gain of all blocks that of `some` lies: mean -+ two standard errors.
+    """Return bounds on the share of `some` in the gain of all blocks: mean -+ two standard errors.
 
-    (-infinity, infinity) where that of all is not known to be more than nothing.
+    (-infinity, infinity) if the gain of all blocks is not significantly above 0.
     """
     blocks = range(len(gains[0])) if gains else range(0)
     total = sum(max(0.0, sum(row[block] for row in gains) / len(gains)) for block in blocks)

@@ -1,4 +1,4 @@
-"""Criteria: the cut that a rank proposes, from statistics of its blocks. Pure functions, no communication."""
+"""Freezing criteria: pure functions from statistics of a rank's blocks to the cut that it proposes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GEOMETRIC_RATE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a criterion may look at. Norms are None until two intervals in a row are complete at the same cut."""
+    """The input of a criterion. Norms are None until two consecutive intervals are complete at the same cut."""
 
     cut: int
     num_blocks: int
@@ -24,22 +24,22 @@ class Evidence:
     previous_norms: tuple[float, ...] | None
     norms: tuple[float, ...] | None
     epoch: float
-    """Epochs trained so far, with the fraction of the current one."""
+    """Epochs trained so far, including the fraction of the current one."""
     num_epochs: float
-    """That training lasts; infinity where that is not known."""
+    """Length of training in epochs; infinity if unknown."""
     warmup_epochs: float
     eta_max: float
     gains: Gains | None = None
-    """What blocks gained in sampled steps of the last two intervals at this cut, as this rank estimates it."""
+    """This rank's estimated gain of each block in the sampled steps of the last two intervals at this cut."""
     looks: tuple[Gains, ...] = ()
-    """What all blocks, the frozen ones too, would gain, by two looks in a row; none where there were no two."""
+    """Estimated gains of all blocks, including frozen ones, from two consecutive probes; empty without them."""
     peaks: tuple[float, ...] = ()
-    """The most that each block gained in any interval, as its mean."""
+    """The largest mean gain of each block in any interval."""
     work: tuple[float, ...] = ()
-    """Each block's part of a step's time; empty where nobody knows, all count the same then."""
+    """Each block's share of the time of a step; empty if unknown, then all blocks count equally."""
     min_gain: float = 0.1
     limit: int | None = None
-    """The deepest cut that blocks behind it allow, because something else changes them; None: any."""
+    """The deepest possible cut, because other code changes the blocks behind it; None: no limit."""
 
     @property
     def deepest(self) -> int:
@@ -47,30 +47,30 @@ class Evidence:
         return self.num_blocks - 1
 
     def active(self) -> range:
-        """Return the blocks that still train and could be frozen."""
+        """Return the blocks that still train and may be frozen."""
         return range(self.cut, self.num_blocks - 1)
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """How a cut is proposed."""
+    """A rule that proposes a cut."""
 
     propose: Callable[[Evidence], int]
-    """Returns the cut that a worker would like."""
+    """Returns the cut that a rank proposes."""
     watches: Literal["", "norms", "gains"] = ""
-    """What of the evidence it looks at, which is observed for it alone, and of which it needs two intervals. What a
-    criterion that watches nothing will propose is certain beforehand, and planned with."""
+    """The evidence that it uses, which is collected only then and takes two intervals. A criterion that uses none is
+    predictable and planned with."""
     patience: int = 1
-    """Intervals in a row, at least, in which it must want a cut."""
+    """Least number of consecutive intervals in which it must propose a cut."""
 
     @property
     def watches_gradients(self) -> bool:
-        """Whether it looks at gradients."""
+        """Whether it uses gradients."""
         return self.watches != ""
 
 
 def rates_of_change(evidence: Evidence) -> tuple[float | None, ...]:
-    """Return eta per block: |N(T-1) - N(T)| / N(T-1); None where frozen, parameterless, or the head."""
+    """Return eta per block: |N(T-1) - N(T)| / N(T-1); None for frozen or parameterless blocks and the head."""
     if evidence.norms is None or evidence.previous_norms is None:
         return (None,) * evidence.num_blocks
     etas: list[float | None] = [None] * evidence.num_blocks
@@ -82,17 +82,17 @@ def rates_of_change(evidence: Evidence) -> tuple[float | None, ...]:
 
 
 def past_parameterless(evidence: Evidence, cut: int) -> int:
-    """Return `cut` moved past blocks without parameters: freezing them costs nothing and saves their forward pass."""
+    """Return `cut` extended over blocks without parameters: freezing them is free and saves their forward pass."""
     while cut < evidence.deepest and not evidence.has_parameters[cut]:
         cut += 1
     return cut
 
 
 def gradient_norm(evidence: Evidence) -> int:
-    """Freeze one more block when its eta is the smallest of all blocks still training, and not above `eta_max`.
+    """Freeze one more block if its eta is the smallest of all blocks that train, and at most `eta_max`.
 
-    The study's test (Singh et al. 2020, Algorithm 1). A tie freezes. The bound on eta is ours: some block is always
-    the smallest, so that with few blocks left the bare rule freezes by chance.
+    The rule of Singh et al. 2020, Algorithm 1; a tie freezes. The bound on eta is an addition: one block always has the
+    smallest eta, so with few blocks left the original rule freezes by chance.
     """
     etas = rates_of_change(evidence)
     front = past_parameterless(evidence, evidence.cut)
@@ -106,8 +106,8 @@ def gradient_norm(evidence: Evidence) -> int:
 def percentile(evidence: Evidence) -> int:
     """Freeze every block before the first whose eta reaches the median of all (AutoFreeze, Liu et al. 2021).
 
-    With fewer than three blocks left a median says nothing; `gradient_norm` decides then. `eta_max` bounds each
-    block that is frozen.
+    With fewer than three blocks left the median is meaningless, and `gradient_norm` decides. `eta_max` bounds every
+    frozen block.
     """
     etas = rates_of_change(evidence)
     known = [eta for eta in etas if eta is not None]
@@ -124,9 +124,9 @@ def percentile(evidence: Evidence) -> int:
 
 
 def linear(evidence: Evidence) -> int:
-    """Freeze blocks in proportion to training done: int((t - s) / (1 - s) x (n - 1)) (Composer, C4).
+    """Freeze blocks in proportion to progress: int((t - s) / (1 - s) x (n - 1)) (Composer, C4).
 
-    t is the fraction of training done, s the fraction that the warm-up takes.
+    t is the completed fraction of training, s the fraction of the warm-up.
     """
     start = min(evidence.warmup_epochs / evidence.num_epochs, 1.0)
     done = evidence.epoch / evidence.num_epochs
@@ -136,10 +136,10 @@ def linear(evidence: Evidence) -> int:
 
 
 def geometric(evidence: Evidence) -> int:
-    """Freeze a third of the blocks still training each epoch: F(e) = ceil(L (1 - (2/3)^e)).
+    """Freeze a third of the remaining blocks in each epoch: F(e) = ceil(L (1 - (2/3)^e)).
 
-    PipeTransformer's schedule (He et al. 2021), with L = n - 1 blocks that may be frozen and e counted from the end
-    of the warm-up.
+    PipeTransformer's schedule (He et al. 2021), with L = n - 1 blocks that may be frozen, and e counted from the end of
+    the warm-up.
     """
     epochs = math.floor(evidence.epoch - evidence.warmup_epochs + 1e-9)
     # Rounded first: in binary 3 (1 - 2/3) is a little more than 1 and would be rounded up to 2.
@@ -148,17 +148,17 @@ def geometric(evidence: Evidence) -> int:
 
 
 THAW = 2.0
-"""Times what must be gained for a block to stay, so that a block does not freeze and thaw in turn."""
+"""Hysteresis factor on `min_gain` for thawing, so that a block does not freeze and thaw in turn."""
 LEARNED = 0.25
-"""Part of its best gain below which a block counts as one that has learned: before its gain has risen it has not."""
+"""Share of its peak gain below which a block counts as trained; before its gain has risen it does not."""
 
 
 def coherence(evidence: Evidence) -> int:
-    """Freeze the front blocks that have learned, and gain less than `min_gain` of what their part of the time would.
+    """Freeze front blocks that are trained and whose gain is below `min_gain` of their share of the time.
 
-    With s_b the gain of block b, w_b its work, over the front blocks F and all blocks A that train:
-    (sum_F s + 2 standard errors) / sum_A s < min_gain * sum_F w / sum_A w. Few samples leave large errors, and nothing
-    is frozen; so does a block that no sample has seen, as one that a script trains in other steps. See `Coherence`.
+    With gain s_b and work w_b of block b, front blocks F and all training blocks A: (sum_F s + 2 standard errors) /
+    sum_A s < min_gain * sum_F w / sum_A w. With few samples the errors are large, and no block is frozen; nor is a
+    block without samples, e.g. one that a script trains in other steps. See `Coherence`.
     """
     if (cut := thawed(evidence)) < evidence.cut:
         return cut
@@ -183,14 +183,14 @@ def coherence(evidence: Evidence) -> int:
 
 
 def thawed(evidence: Evidence) -> int:
-    """Return the cut from which on blocks gain enough to train again, by each of two looks in a row."""
+    """Return the cut from which on blocks gain enough to be thawed, according to both of two consecutive probes."""
     if len(evidence.looks) < 2:
         return evidence.cut
     return max(gains_from(evidence, look) for look in evidence.looks)
 
 
 def gains_from(evidence: Evidence, look: Gains) -> int:
-    """Return the first of the frozen blocks that gains `THAW` times what keeps a block training, else the cut."""
+    """Return the first frozen block whose gain is `THAW` times the threshold for freezing, else the cut."""
     work, blocks = evidence.work or (1.0,) * evidence.num_blocks, range(evidence.num_blocks)
     for cut in range(evidence.cut):
         least, _ = share_gained(look, (cut,))
@@ -200,9 +200,10 @@ def gains_from(evidence: Evidence, look: Gains) -> int:
 
 
 def gain_shares(evidence: Evidence) -> tuple[float, ...]:
-    """Return each block's part of what a step gains; nothing before gains can be known.
+    """Return each block's share of the gain of a step; empty if gains are unknown.
 
-    By two looks, where there were two; else in training, NaN where a block is frozen. NaN too where none was found.
+    From two probes if there are any; else from training, with NaN for frozen blocks. NaN also for blocks without
+    samples.
     """
     if evidence.gains is None and len(evidence.looks) < 2:
         return ()
@@ -223,34 +224,34 @@ CRITERIA: dict[str, Criterion] = {
 
 
 USABLE_INTERVALS = 2
-"""Whole intervals at a cut that a rate of change takes."""
+"""Whole intervals at a cut that a rate of change needs."""
 
 
 @dataclass
 class Proposer:
-    """How one criterion, deciding or in the shadow, has fared: its cut and what it has seen since that cut."""
+    """The state of one criterion, deciding or shadow: its cut, and its proposals since that cut."""
 
     name: str
     cut: int = 0
     intervals: int = 0
-    """Complete intervals at this cut; -1 until the one after a change, which is dropped, is over."""
+    """Complete intervals at this cut; -1 until the interval after a change, which is dropped, is over."""
     recent: list[int] = field(default_factory=list)
 
     def state(self) -> list[Any]:
-        """Return the values that the constructor takes after the name."""
+        """Return the constructor's arguments after the name."""
         return [self.cut, self.intervals, list(self.recent)]
 
     @property
     def criterion(self) -> Criterion:
-        """The rule behind the name."""
+        """The rule of this name."""
         return CRITERIA[self.name]
 
     def moved(self, cut: int) -> None:
-        """Forget what was seen at the old cut."""
+        """Reset the state after a change of the cut."""
         self.cut, self.intervals, self.recent = cut, -1, []
 
     def propose(self, evidence: Evidence, patience: int) -> int:
-        """Return the cut that the criterion has wanted at least for `patience` intervals in a row."""
+        """Return the cut that the criterion has proposed at least for `patience` consecutive intervals."""
         usable = self.intervals >= USABLE_INTERVALS or not self.criterion.watches_gradients
         seen = evidence if usable else replace(evidence, previous_norms=None, norms=None, gains=None)
         needed = max(patience, self.criterion.patience)

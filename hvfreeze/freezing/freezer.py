@@ -1,4 +1,4 @@
-"""The Freezer: observes training, asks all ranks for a vote, and moves the cut on all of them in the same step."""
+"""The Freezer: observes training, holds votes of all ranks, and changes the cut on all ranks in the same step."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ from hvfreeze.wording import plural
 
 
 def check_not_tied(chain: Chain, settings: FreezeConfig) -> None:
-    """Refuse to freeze a first block that shares parameters with the last one, which trains to the end."""
+    """Raise UsageError if freezing is on and the first block shares parameters with the last, which always trains."""
     if chain.tied and settings.freeze != "none":
         raise UsageError(
-            f"--freeze ({settings.freeze}) must be none: {chain.tied[0]} of the first block is the last block's too, "
-            "which trains to the end"
+            f"--freeze ({settings.freeze}) must be none: the first and the last block share {chain.tied[0]}, and "
+            "the last block is never frozen"
         )
 
 
 class Freezer:
-    """Decides with all ranks how many front blocks are frozen, and keeps them so.
+    """Decides with all ranks how many front blocks are frozen, and keeps them frozen.
 
     Args:
         chain: the model in blocks.
-        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. What it does
-            not hold, or is not trainable now, is left alone: it travels and votes at no cut, and no thaw wakes it.
-        reducer: exchanges the gradients of what still trains.
+        optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. Parameters that
+            it
+            does not hold, or that are not trainable now, are ignored at every cut, in the exchange and in votes.
+        reducer: exchanges the gradients of the trained blocks.
         world: the ranks that vote.
         settings: criterion, guards, weights and quorum.
         cadence: when votes are held.
         voter: this rank's shard, for weights that depend on it.
-        held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
-        join: adds up what this rank and those that hold the other blocks have observed; a collective among them.
-        work: each block's part of a step's time, for criteria that weigh it; empty: all the same.
-        looks_in_steps: whether frozen blocks are looked at by backward passes of the steps themselves, in a loop that
-            is not ours; else by `look`, where `looks` says so.
+        held: the blocks lo..hi-1 of this rank, if the chain is cut over ranks; None is all.
+        join: sums the observations of the ranks that hold different blocks; a collective among them.
+        work: each block's share of the time of a step, for criteria that use it; empty: equal shares.
+        looks_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
+            user's training loop; if not, by `look`, whenever `looks` is True.
 
     Attributes:
         step: optimizer steps so far.
-        limit: the deepest cut that this rank proposes; None: any.
+        limit: the deepest cut that this rank proposes; None: no limit.
     """
 
     def __init__(
@@ -111,25 +112,25 @@ class Freezer:
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.prefix.cut
 
     @property
     def cut_history(self) -> list[Move]:
-        """The cut at the start and after every move."""
+        """The cut at the start and after every change."""
         return self.prefix.history
 
     def after_step(self, loss: float, *, scale: float = 1.0) -> Decision | None:
-        """Count an optimizer step; at the end of an interval, vote and apply the outcome.
+        """Count an optimizer step; at the end of an interval, vote and apply the result.
 
-        Collective: every rank of the world must call this after every step, with its own mean loss. `scale` is by what
-        the loss was multiplied before its backward pass, as `torch.amp.GradScaler` does.
+        Collective: every rank of the world must call this after every step, with its own mean loss. `scale` is the loss
+        scale of the backward pass, as of `torch.amp.GradScaler`.
 
         Returns:
-            The decision where a vote was held, else None.
+            The decision if a vote was held, else None.
 
         Raises:
-            DivergedError: something changed a frozen parameter or buffer since it was frozen.
+            DivergedError: a frozen parameter or buffer has changed since it was frozen.
         """
         self.prefix.check(step=self.step)
         looked = self.looking
@@ -170,35 +171,35 @@ class Freezer:
 
     @property
     def looks(self) -> bool:
-        """Whether frozen blocks are to be looked at before this step is counted; equal on all ranks."""
+        """Whether frozen blocks must be probed before this step is counted; equal on all ranks."""
         return not self._looks_in_steps and self._looks_within(1)
 
     @property
     def looking(self) -> bool:
-        """Whether the backward pass of the coming step reaches frozen blocks, to look at them; equal on all ranks."""
+        """Whether the backward pass of the next step reaches frozen blocks, to probe them; equal on all ranks."""
         return self._coherence is not None and self._coherence.looking
 
     def _looks_within(self, steps: int) -> bool:
-        """Tell whether in so few steps an interval ends before whose vote frozen blocks are to be looked at."""
+        """Return True if within so many steps an interval ends before whose vote frozen blocks are probed."""
         seen, decides = self._coherence, self.settings.freeze == "coherence"
         end = self.cadence.next_end(self.step)
         near = end - self.step <= steps and self.cadence.votes(end)
         return seen is not None and decides and near and seen.looks_are_due
 
     def _reach_frozen(self) -> None:
-        """Let the coming step look at frozen blocks, where it is one of those that do."""
+        """Make the backward pass of the next step reach frozen blocks, if it is a probing step."""
         if self._coherence is not None and self._looks_in_steps:
             self._coherence.looking = self._looks_within(steps_of_a_look(self.cadence.interval))
             if self._coherence.looking:
                 self.prefix.reach(self._coherence.take)
 
     def look(self, losses: Iterable[Tensor]) -> None:
-        """Let the coming vote know what frozen blocks would gain; see `Coherence.look`. Not a collective."""
+        """Probe the frozen blocks for the next vote; see `Coherence.look`. Not a collective."""
         assert self._coherence is not None
         self._coherence.look(losses)
 
     def follow_cadence(self, cadence: Cadence) -> None:
-        """Hold votes by another cadence from the coming step on; an interval that is under way begins anew."""
+        """Use another cadence from the next step on; the current interval starts again."""
         self.cadence = cadence
         if self._coherence is not None:
             self._coherence.every = gap(cadence.interval)
@@ -217,29 +218,32 @@ class Freezer:
         self._begin_interval()
 
     def thaw(self, cut: int) -> None:
-        """Let every block from `cut` on train again, with fresh optimizer state: `freeze(cut)` backwards. Collective.
+        """Train every block from `cut` on again, with new optimizer state: `freeze(cut)` backwards. Collective.
 
         Raises:
             UsageError: `cut` is deeper than the current cut, or out of range.
         """
         if cut > self.cut:
-            raise UsageError(f"thaw: cut ({cut}) must not be deeper than the current cut {self.cut}; use freeze({cut})")
+            raise UsageError(
+                f"thaw(): cut ({cut}) must not be deeper than the current cut {self.cut}; call freeze({cut}) "
+                "to freeze more"
+            )
         self.freeze(cut)
 
     @property
     def epochs_left(self) -> float:
-        """Epochs until training ends; infinity where that is not known."""
+        """Epochs until training ends; infinity if unknown."""
         return self.cadence.epochs - self.cadence.epochs_in(self.step)
 
     def epochs_until_move(self) -> float:
-        """Return the epochs until the cut may be expected to move, infinity where it is fixed."""
+        """Return the expected epochs until the cut changes, infinity if it is fixed."""
         proposer = self._proposers.get(self.settings.freeze)
         if proposer is None:
             return math.inf
         return epochs_until_move(self.cadence, proposer, self._evidence(), step=self.step, history=self.cut_history)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's freeze state: cut, history, position in the interval, accumulators."""
+        """Return this rank's freezing state: cut, history, position in the interval, accumulators."""
         return {
             "step": self.step,
             "cut": self.cut,
@@ -251,7 +255,7 @@ class Freezer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of the same rank; call it before the optimizer's own `load_state_dict`."""
+        """Load a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
         self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
         # Checkpoints of earlier versions, and those for a job of another size, have none.
@@ -266,9 +270,9 @@ class Freezer:
 
     @staticmethod
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
-        """Return a rank's state for a job of another size, whose number of steps at a step is given by `restep`.
+        """Convert a rank's state to a job of another size; `restep` maps step numbers.
 
-        Ranks own other samples there, so that what was observed of the old ones counts no more.
+        Ranks own other samples then, so the observations of the old ones are dropped.
         """
         moves = [Move(*entry) for entry in state["cut_history"]]
         forgetful = {name: Proposer(name) for name in state["tracks"]}
@@ -288,7 +292,7 @@ class Freezer:
         }
 
     def average_statistics(self) -> None:
-        """Make running statistics equal on all ranks; frozen ones keep their bits. Collective."""
+        """Average running statistics over ranks; frozen ones keep their bits. Collective."""
         self._end_average(self._begin_average())
 
     def _check_settings(self, *, voters: str) -> None:
@@ -297,8 +301,8 @@ class Freezer:
             count = len(self.settings.vote_weight.split(","))
             if count != self.world.size:
                 raise UsageError(
-                    f"--vote-weight ({self.settings.vote_weight}) has {plural(count, 'number')}; "
-                    f"it must have one per {voters}, of which there are {self.world.size}"
+                    f"--vote-weight ({self.settings.vote_weight}) has {plural(count, 'number')}; it must have one "
+                    f"for each of the {self.world.size} {voters}s"
                 )
 
     def _begin_average(self) -> StatisticsAverage:
@@ -312,12 +316,12 @@ class Freezer:
         self.prefix.seal()
 
     def _move(self, cut: int) -> None:
-        """Freeze exactly the first `cut` blocks; but at the start, their running statistics have just been averaged."""
+        """Freeze exactly the first `cut` blocks; except at the start, call it after averaging their statistics."""
         self._averaged = cut if self.cut_history else 0
         self.prefix.move(Move(self.cadence.epoch(self.step), self.step, cut))
 
     def _follow(self) -> None:
-        """Forget what was seen at the cut before, and exchange what trains at this one."""
+        """Reset observations of the previous cut, and exchange the gradients of the blocks that train now."""
         cut = self.cut
         for proposer in self._proposers.values():
             if self.step > 0 or cut > 0:
@@ -335,7 +339,7 @@ class Freezer:
             self.reducer.on_average = self._coherence.compare
 
     def _square_ahead(self) -> None:
-        """Compute the norms of an interval that ends with this step while its gradients travel. Not a collective."""
+        """Compute the norms of the interval that ends with this step during the exchange. Not a collective."""
         if self._proposers and self.cadence.ends_interval(self.step + 1):
             self._seen.sums.squares()
 
@@ -367,7 +371,7 @@ class Freezer:
         )
 
     def _deepest(self, trained: Sequence[int]) -> int:
-        """Return the deepest cut, within the limit, with a `trained` block behind it: a loss needs a gradient."""
+        """Return the deepest cut within the limit with a `trained` block behind it, because a loss needs a gradient."""
         last = trained[-1] if trained else self.cut
         return last if self.limit is None else min(self.limit, last)
 
@@ -399,7 +403,7 @@ class Freezer:
 
 
 def both(first: Observer | None, second: Observer) -> Observer:
-    """Return what shows gradients to two observers, the first of which may be missing."""
+    """Return a function that passes gradients to two observers, the first of which may be None."""
 
     def observe(slot: int, gradient: Tensor) -> None:
         if first is not None:
@@ -420,23 +424,24 @@ def freeze_by_vote(
     blocks: str | None = None,
     example: Inputs | None = None,
 ) -> Freezer:
-    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; `reducer` is part of it.
+    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; it contains `reducer`.
 
-    For more choice, build `Chain`, `Reducer` and `Freezer` yourself.
+    For more options, create `Chain`, `Reducer` and `Freezer` directly.
 
     Args:
         model: any module.
         optimizer: any torch optimizer over its parameters.
         world: the ranks that vote.
-        steps_per_epoch: optimizer steps of each rank.
-        num_epochs: how long training lasts.
+        steps_per_epoch: optimizer steps per epoch of each rank.
+        num_epochs: length of training.
         settings: criterion, guards, weights and quorum.
         blocks: where the model may be cut, see `in_blocks`.
-        example: a batch of the model's inputs; needed where it is neither a torchvision classifier nor an
-            nn.Sequential, unless `blocks` names its blocks.
+        example: a batch of the model's inputs; needed unless the model is a torchvision classifier or an nn.Sequential,
+            or
+            `blocks` names its blocks.
 
     Raises:
-        UsageError: the settings do not fit the model or the world, or the model is not divided so.
+        UsageError: the settings do not fit the model or the world, or the model cannot be divided this way.
     """
     settings = settings.of_script()
     return Freezer(

@@ -1,4 +1,4 @@
-"""What frozen means: for modules, for the optimizer, and for the first blocks of a chain."""
+"""Freezing of modules, of the optimizer's parameters, and of the first blocks of a chain."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hvfreeze.runs.reading import Move
 
 
 class Seal:
-    """Notices when a tensor that must not change is written to; writes through `.data` escape it."""
+    """Detects writes to a tensor that must not change, except those through `.data`."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._sealed = [(name, tensor, tensor._version) for name, tensor in named]
 
     def check(self, *, step: int) -> None:
-        """Raise DivergedError, on this rank alone, when a sealed tensor has been written to since."""
+        """Raise DivergedError, on this rank only, if a sealed tensor has been written to."""
         for name, tensor, version in self._sealed:
             if tensor._version != version:
                 error = DivergedError(
-                    f"frozen {name} changed in step {step}, though no update may touch it; thaw its block with "
-                    "Freezer.thaw before you change it"
+                    f"frozen {name} changed in step {step}; only trained blocks may change. Call Freezer.thaw "
+                    "before you change a frozen block"
                 )
                 error.everywhere = False
                 raise error
 
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
-    """Note the mode for `release`, here and in submodules, and stay in evaluation mode."""
+    """Record the mode for `release`, here and in submodules, and stay in evaluation mode."""
     self.__dict__["train"].mode = mode
     for module in self.children():
         module.train(mode)
@@ -43,7 +43,7 @@ def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def hold_in_eval(module: nn.Module) -> None:
-    """Put `module` into evaluation mode and make its `train()` leave it there."""
+    """Put `module` into evaluation mode and make its `train()` keep it there."""
     if getattr(module.__dict__.get("train"), "func", None) is not _stay_in_eval:
         # Not a bound method: such a model could not be read again once it has been pickled.
         held: Any = partial(_stay_in_eval, module)
@@ -53,7 +53,7 @@ def hold_in_eval(module: nn.Module) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Undo `hold_in_eval`; the module is in the mode that was asked for last, at first the one it was held in."""
+    """Undo `hold_in_eval`; the module gets the mode that was requested last, at first the one it was held in."""
     held = module.__dict__.pop("train", None)
     if held is not None:
         # A model that an earlier version has pickled knows of none.
@@ -61,7 +61,7 @@ def release(module: nn.Module) -> None:
 
 
 def hold_still(chain: Chain, cut: int) -> None:
-    """Make the first `cut` blocks a pure function of their input, for good."""
+    """Make the first `cut` blocks a pure function of their input, permanently."""
     for module in chain.modules(0, cut):
         hold_in_eval(module)
     for _, parameter in chain.named_parameters(0, cut):
@@ -69,12 +69,12 @@ def hold_still(chain: Chain, cut: int) -> None:
 
 
 def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that are trainable now: what their owner has frozen is not among them."""
+    """Return the parameters that are trainable now, except parameters frozen by their owner."""
     return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def release_model(model: nn.Module, trainable: frozenset[nn.Parameter]) -> None:
-    """Let every module, and every parameter that is in `trainable`, train again."""
+    """Make every module, and every parameter in `trainable`, train again."""
     for module in model.modules():
         release(module)
     model.train()
@@ -84,9 +84,9 @@ def release_model(model: nn.Module, trainable: frozenset[nn.Parameter]) -> None:
 
 
 def give_buffers(optimizer: torch.optim.Optimizer, again: Collection[Tensor]) -> None:
-    """Give parameters that train again the momentum, zero, that fused SGD asks for where others have some.
+    """Give thawed parameters zero momentum, which fused SGD needs if other parameters have momentum.
 
-    Any other optimizer creates a parameter's state in its first step.
+    Other optimizers create a parameter's state in its first step.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
         others = [parameter for parameter in group["params"] if parameter not in again]
@@ -97,21 +97,22 @@ def give_buffers(optimizer: torch.optim.Optimizer, again: Collection[Tensor]) ->
 
 
 class FrozenPrefix:
-    """The one owner of the cut: keeps the first `cut` blocks of a chain as they are, and tells others of its moves.
+    """The owner of the cut: keeps the first `cut` blocks of a chain frozen, and notifies others of changes.
 
-    A parameter that the optimizer does not hold, or that is not trainable now, is left alone at every cut. Where a
-    script may switch `requires_grad` from step to step, what is off now may train later; but what the script has off
-    when its block is frozen stays off when the block trains again, unless the script switches it on in between.
+    A parameter that the optimizer does not hold, or that is not trainable now, is ignored at every cut. If a script may
+    switch `requires_grad` from step to step, a parameter that is off now may train later. One that is off when its
+    block is frozen stays off when the block is thawed, unless the script switches it on in between.
 
     Args:
         chain: the model in blocks.
         optimizer: over the chain's parameters; frozen parameters leave its groups.
-        held: the blocks lo..hi-1 that this rank has, where the chain is cut over ranks; None is all.
+        held: the blocks lo..hi-1 of this rank, if the chain is cut over ranks; None is all.
         switched: whether a script may switch `requires_grad` from step to step.
-        keeps_statistics: whether BatchNorm normalises by its running statistics, and leaves them, in every block.
+        keeps_statistics: whether BatchNorm normalises with its running statistics, without updating them, in every
+            block.
 
     Attributes:
-        history: the cut at the start and after every move.
+        history: the cut at the start and after every change.
     """
 
     def __init__(
@@ -131,41 +132,43 @@ class FrozenPrefix:
         self._switched = switched
         self._left_out = self._never_trained()
         self._frozen: list[nn.Parameter] = []
-        """Those of the frozen blocks, but for what is left alone."""
+        """Parameters of the frozen blocks, except ignored ones."""
         self._stopped: set[nn.Parameter] = set()
-        """Whose `requires_grad` is off because their block is frozen, and would be on without."""
+        """Parameters whose `requires_grad` is off only because their block is frozen."""
         self._reached: list[Any] = []
-        """Hooks on frozen parameters that a backward pass is to reach."""
+        """Hooks on frozen parameters that a backward pass must reach."""
         self._seal: Seal | None = None
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.history[-1].cut if self.history else 0
 
     @property
     def groups(self) -> list[list[Tensor]]:
-        """The parameters of the optimizer's groups, the frozen ones too."""
+        """The parameters of the optimizer's groups, including frozen ones."""
         return self._groups
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The cuts so far, the present one last."""
+        """The cuts so far, the current one last."""
         return tuple(move.cut for move in self.history)
 
     def on_move(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every move, freeze, thaw or restored state, in the order of registration."""
+        """Call `callback` after every freeze, thaw or restored state, in the order of registration."""
         self._listeners.append(callback)
 
     def refuse(self, cut: int) -> None:
-        """Raise UsageError where so many blocks cannot be frozen."""
+        """Raise UsageError if so many blocks cannot be frozen."""
         deepest = len(self.chain.blocks) - 1
         if not 0 <= cut <= deepest:
             names = ", ".join(block.name for block in self.chain.blocks)
-            raise UsageError(f"--cut ({cut}) must be in 0..{deepest}: the blocks are {names}; the head is never frozen")
+            raise UsageError(
+                f"--cut ({cut}) must be in 0..{deepest}, because the head is never frozen; the blocks are {names}"
+            )
 
     def move(self, *moves: Move) -> None:
-        """Freeze exactly the first `moves[-1].cut` blocks from now on, seal them, and tell of it."""
+        """Freeze exactly the first `moves[-1].cut` blocks from now on, seal them, and call the callbacks."""
         self.history += moves
         self._reach_no_more()
         again: set[Tensor] = set()
@@ -190,7 +193,7 @@ class FrozenPrefix:
             callback()
 
     def adopt(self, chain: Chain) -> None:
-        """Take the same model in other blocks, of which none is frozen yet, and tell of it."""
+        """Use another division of the same model into blocks, none of which is frozen yet, and call the callbacks."""
         assert self.cut == 0 and chain.model is self.chain.model
         self.chain, self.held = chain, (0, len(chain.blocks))
         self._left_out = self._never_trained()
@@ -198,10 +201,10 @@ class FrozenPrefix:
             callback()
 
     def reach(self, take: Callable[[str, Tensor], bool]) -> None:
-        """Let backward passes reach frozen parameters until `stop_again`; nothing else is done to them.
+        """Make backward passes reach frozen parameters until `stop_again`, without updating them.
 
-        `take` is given each one's name and gradient, which goes no further. Where it returns True, the parameter is
-        switched off at once: scripts expect a gradient wherever `requires_grad` is on.
+        `take` is called with each name and gradient, which is then dropped. If it returns True, the parameter is
+        switched off at once, because scripts expect a gradient wherever `requires_grad` is on.
         """
 
         def hook_for(name: str) -> Callable[[Tensor], None]:
@@ -218,7 +221,7 @@ class FrozenPrefix:
                 self._reached.append(parameter.register_post_accumulate_grad_hook(hook_for(name)))
 
     def stop_again(self) -> None:
-        """Switch off what is on in frozen blocks, by a script or for a look: its gradients would be clipped too."""
+        """Switch off parameters of frozen blocks that are on, because clipping would include their gradients."""
         self._reach_no_more()
         for parameter in self._frozen:
             if parameter.requires_grad:
@@ -228,7 +231,7 @@ class FrozenPrefix:
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
-        """Put frozen parameters back into the optimizer's groups for a moment."""
+        """Put frozen parameters back into the optimizer's groups inside the context."""
         for group, original in zip(self._optimizer.param_groups, self._groups, strict=False):
             group["params"] = list(original)
         try:
@@ -237,12 +240,12 @@ class FrozenPrefix:
             self._prune()
 
     def restore(self, history: Sequence[Move]) -> None:
-        """Freeze as at the end of `history`, which takes the place of this one's, and tell of it."""
+        """Freeze according to the end of `history`, which replaces this one's, and call the callbacks."""
         self.history = []
         self.move(*history)
 
     def trained(self, start: int, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of blocks start..stop-1, but for those that are left alone at every cut."""
+        """Return the parameters of blocks start..stop-1, except ignored ones."""
         named = self.chain.named_parameters(start, stop)
         return [(name, parameter) for name, parameter in named if parameter not in self._left_out]
 
@@ -252,17 +255,17 @@ class FrozenPrefix:
         return self.trained(max(self.cut, start), stop) if self.cut < stop else []
 
     def seal(self) -> None:
-        """Take frozen parameters and buffers as they are now for what must not change any more."""
+        """Seal the frozen parameters and buffers: they must not change from now on."""
         start, stop = self.held
         held = (start, max(start, min(stop, self.cut)))
         self._seal = Seal([*self.chain.named_parameters(*held), *self.chain.named_buffers(*held)])
 
     def unseal(self) -> None:
-        """Let frozen tensors be written to until the next `check`: what a start loads or broadcasts is no change."""
+        """Allow writes to frozen tensors until the next `check`, because a start may load or broadcast them."""
         self._seal = None
 
     def check(self, *, step: int) -> None:
-        """Raise DivergedError where a frozen tensor has changed since it was sealed; seal what is unsealed."""
+        """Raise DivergedError if a frozen tensor has changed since it was sealed; seal the others."""
         if self._seal is None:
             self.seal()
         else:
@@ -274,7 +277,7 @@ class FrozenPrefix:
         self._reached = []
 
     def _never_trained(self) -> set[nn.Parameter]:
-        """Return what the optimizer does not hold, and what no gradient will reach."""
+        """Return parameters that the optimizer does not hold, or that no gradient will reach."""
         given = {parameter for group in self._groups for parameter in group}
         own = {parameter for _, parameter in self.chain.named_parameters(*self.held)}
         every = {parameter for _, parameter in self.chain.named_parameters()}
@@ -284,7 +287,7 @@ class FrozenPrefix:
         return parameter.is_floating_point() or parameter.is_complex() if self._switched else parameter.requires_grad
 
     def _prune(self) -> None:
-        """Leave in the optimizer what is not frozen, and drop the state of what is."""
+        """Keep the trained parameters in the optimizer's groups, and drop the state of frozen ones."""
         self._frozen = [parameter for _, parameter in self.trained(0, self.cut)]
         frozen = set(self._frozen)
         for group, original in zip(self._optimizer.param_groups, self._groups, strict=False):

@@ -1,4 +1,4 @@
-"""What a rank observes of its own training between two votes: gradient sums per block, and its loss."""
+"""A rank's observations between two votes: gradient sums per block, and the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 
 Join = Callable[[Sequence[float]], list[float]]
-"""Adds up what ranks that hold different blocks have observed."""
+"""Sums the observations of ranks that hold different blocks."""
 
 
 @dataclass
@@ -22,20 +22,20 @@ class GradientSums:
 
     prefix: FrozenPrefix
     step_norms: bool = False
-    """Whether the squared norm of every single step is kept too, for the signal-to-noise weight."""
+    """Whether the squared norm of every step is kept too, for the signal-to-noise weight."""
     join: Join = list
-    """With the ranks that hold the others; a collective among them."""
+    """Sums over the ranks that hold the other blocks; a collective among them."""
     steps: int = 0
     squared_steps: float = 0.0
     _sums: list[Tensor] = field(default_factory=list)
     _added: list[bool] = field(default_factory=list)
-    """Of each sum, whether a gradient of this interval is in it; before that it holds anything, and counts 0."""
+    """For each sum, whether it contains a gradient of this interval; if not, its value is arbitrary and counts as 0."""
     _squares: list[float] | None = None
-    """Per block the squared norm of the sums as they are; None where it is not known."""
+    """Squared norm of the current sum per block; None if not computed."""
     _block_of: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Begin an empty interval at another cut."""
+        """Start an empty interval at another cut."""
         chain, (start, stop) = self.prefix.chain, self.prefix.held
         blocks = range(max(self.prefix.cut, start), min(stop, len(chain.blocks) - 1))
         self._block_of = [block for block in blocks for _ in self.prefix.trained(block, block + 1)]
@@ -44,7 +44,7 @@ class GradientSums:
         self.restart()
 
     def restart(self) -> None:
-        """Begin an empty interval."""
+        """Start an empty interval."""
         self._added, self._squares = [False] * len(self._sums), None
         self.steps, self.squared_steps = 0, 0.0
 
@@ -61,12 +61,12 @@ class GradientSums:
             self.squared_steps += float(torch.linalg.vector_norm(gradient)) ** 2
 
     def norms(self) -> tuple[float, ...]:
-        """Return per block of the whole chain the norm of its summed gradient, 0 for blocks that nobody observed."""
+        """Return the norm of the summed gradient per block of the whole chain, 0 for blocks without observations."""
         squares = self.squares() if self.steps else [0.0] * len(self.prefix.chain.blocks)
         return tuple(math.sqrt(square) for square in self.join(squares))
 
     def squares(self) -> list[float]:
-        """Return the squares of this rank's part of the norms; not computed again before a gradient is added."""
+        """Return the squares of this rank's part of the norms; cached until a gradient is added."""
         if self._squares is None:
             self._squares = [0.0] * len(self.prefix.chain.blocks)
             for block, total, added in zip(self._block_of, self._sums, self._added, strict=True):
@@ -81,13 +81,13 @@ class GradientSums:
         return total / self.steps / squared_steps if self.steps and squared_steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's accumulators; the sums only where an interval has begun."""
+        """Return this rank's accumulators; the sums only if an interval has begun."""
         summed = zip(self._sums, self._added, strict=True) if self.steps else ()
         sums = [total.clone() if added else torch.zeros_like(total) for total, added in summed]
         return {"cut": self.prefix.cut, "steps": self.steps, "squared_steps": self.squared_steps, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from accumulators that `state_dict` returned at the same cut."""
+        """Load accumulators that `state_dict` returned at the same cut."""
         self.steps = state["steps"]
         self.squared_steps = state["squared_steps"]
         for slot, saved in enumerate(state["sums"]):
@@ -97,39 +97,39 @@ class GradientSums:
 
 @dataclass
 class Observations:
-    """What a rank has seen of its own training in the interval under way, and what the last two came to."""
+    """A rank's observations in the current interval, and the norms of the last two."""
 
     sums: GradientSums
     source: str
-    """Gradients to look at: `local`, this rank's own; `averaged`, those that all ranks have; or `none`."""
+    """Gradients to observe: `local`, this rank's own; `averaged`, those of all ranks; or `none`."""
     norms: list[tuple[float, ...]] = field(default_factory=list)
-    """Per block, of the last complete intervals at this cut, at most two."""
+    """Norms per block of the last complete intervals at this cut, at most two."""
     loss_sum: float = 0.0
     loss_steps: int = 0
 
     @property
     def mean_loss(self) -> float:
-        """The mean over the steps of the interval."""
+        """The mean loss over the steps of the interval."""
         (loss_sum,) = self.sums.join([self.loss_sum])
         return loss_sum / max(self.loss_steps, 1)
 
     @property
     def broken(self) -> bool:
-        """Whether a norm is not finite, so that nothing may be concluded."""
+        """Whether a norm is NaN or Inf, so that it must not be used."""
         return not all(math.isfinite(norm) for norms in self.norms for norm in norms)
 
     @property
     def last_two(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """(previous, current) norms where both intervals are complete, else (None, None)."""
+        """(previous, current) norms if both intervals are complete, else (None, None)."""
         return (self.norms[0], self.norms[1]) if len(self.norms) == 2 else (None, None)
 
     @property
     def observer(self) -> Callable[[int, Tensor], None] | None:
-        """What is to be shown this rank's own gradients, by their place among the carried parameters, if anything."""
+        """Observer of this rank's gradients, by their index among the carried parameters; None if there is none."""
         return self.sums.add if self.source == "local" else None
 
     def add_step(self, loss: float, carried: Callable[[], Sequence[tuple[str, nn.Parameter]]]) -> None:
-        """Count a step by its mean loss and, where averaged gradients are observed, by those of what is `carried`."""
+        """Count a step with its mean loss and, if averaged gradients are observed, those of `carried`."""
         self.loss_sum += loss
         self.loss_steps += 1
         if self.source == "averaged":
@@ -140,17 +140,17 @@ class Observations:
             self.sums.steps += 1
 
     def end_interval(self) -> None:
-        """Keep the norms of the interval that is complete."""
+        """Store the norms of the complete interval."""
         if self.source != "none":
             self.norms = [*self.norms, self.sums.norms()][-2:]
 
     def begin_interval(self) -> None:
-        """Begin an empty interval."""
+        """Start an empty interval."""
         self.sums.restart()
         self.loss_sum, self.loss_steps = 0.0, 0
 
     def forget(self) -> None:
-        """Begin gradient sums anew at another cut; norms of other blocks are no longer comparable."""
+        """Restart the gradient sums at another cut, because norms of other blocks are not comparable."""
         self.sums.begin()
         self.norms = []
 
@@ -163,7 +163,7 @@ class Observations:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load a `state_dict`."""
         self.sums.load_state_dict(state["sums"])
         self.norms = [tuple(norms) for norms in state["norms"]]
         self.loss_sum, self.loss_steps = state["loss"]

@@ -18,7 +18,7 @@ WEIGHT_STEPS = 2**20
 
 
 class ShadowOutcome(TypedDict):
-    """What a criterion without effect would have done: each rank's proposal, and the cut after the vote."""
+    """The outcome of a shadow criterion, which has no effect: each rank's proposal, and the cut it would give."""
 
     proposals: list[int]
     cut: int
@@ -28,10 +28,10 @@ class ShadowOutcome(TypedDict):
 class Decision:
     """The outcome of one vote, a line of decisions.jsonl.
 
-    `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..deepest (integers in units of the
-    largest weight / 2^20), `total` is the tally of a cut that everybody supports.
-    For the reader, of each rank and per block, None where unknown: `etas`, rates of change; `gains`, parts of what a
-    step gains, those of frozen blocks where they were looked at.
+    `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..`deepest` (integers in units of the
+    largest weight / 2^20), `total` is the tally of a cut that every rank supports. For information, per rank and block,
+    None if unknown: `etas`, rates of change; `gains`, shares of the gain of a step, of frozen blocks only if they were
+    probed.
     """
 
     step: int
@@ -51,21 +51,21 @@ class Decision:
 
     @property
     def moved(self) -> bool:
-        """Tell whether the cut changed."""
+        """Return True if the cut changed."""
         return self.cut_after != self.cut_before
 
 
 def usable_weight(weight: float) -> tuple[float, str]:
-    """Return a computed weight as it counts, and why it counts 0 where it was NaN, infinite or negative."""
+    """Return a computed weight as it counts, and why it counts as 0 if it was NaN, infinite or negative."""
     if not math.isfinite(weight):
-        return 0.0, f"weight {weight} is not finite and counts 0"
+        return 0.0, f"weight {weight} is NaN or infinite and counts as 0"
     if weight < 0:
-        return 0.0, f"weight {weight:g} is negative and counts 0"
+        return 0.0, f"weight {weight:g} is negative and counts as 0"
     return weight, ""
 
 
 def fixed_point(weight: float, largest: float) -> int:
-    """Return `weight` / `largest` as a multiple of 2^-20, rounded to nearest; 0 where `largest` is 0."""
+    """Return `weight` / `largest` as a multiple of 2^-20, rounded to nearest; 0 if `largest` is 0."""
     return round(weight / largest * WEIGHT_STEPS) if largest > 0 else 0
 
 
@@ -75,10 +75,10 @@ def ballot(proposal: int, weight: int, *, deepest: int) -> list[int]:
 
 
 def deepest_supported(tally: Sequence[int], *, quorum: float, cut: int) -> int:
-    """Return the deepest cut whose tally reaches `quorum` of the total; `cut` where no weight was cast.
+    """Return the deepest cut whose tally reaches `quorum` of the total; `cut` if all weights are 0.
 
-    `tally[k]` is the summed weight that supports cut k; `tally[0]` is the total. A cut is thawed where ranks that
-    propose a shallower one leave it without the quorum.
+    `tally[k]` is the summed weight that supports cut k; `tally[0]` is the total. A cut is thawed if ranks that propose
+    a shallower one leave it without the quorum.
     """
     total = tally[0]
     if total <= 0:
@@ -90,13 +90,13 @@ def deepest_supported(tally: Sequence[int], *, quorum: float, cut: int) -> int:
 
 
 def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: int) -> str:
-    """Return one clause that says why the vote ended as it did."""
+    """Return the reason of the result of a vote in one clause."""
     total = tally[0]
     if total <= 0:
-        return "no weight was cast"
+        return "all weights are 0"
     if cut_after == cut_before:
         if cut_before + 1 == len(tally):
-            return "every block but the head is frozen"
+            return "all blocks except the head are frozen"
         return f"cut {cut_before + 1} has {tally[cut_before + 1] / total:.3f} of the weight, quorum {quorum:g}"
     if cut_after < cut_before:
         return f"cut {cut_after + 1} has only {tally[cut_after + 1] / total:.3f} of the weight, quorum {quorum:g}"
@@ -113,17 +113,17 @@ def coverage(labels: Sequence[int], num_classes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Voter:
-    """What a rank's voting weight may depend on besides its training: its shard."""
+    """Properties of a rank's shard on which its voting weight may depend."""
 
     samples: int = 1
     coverage: float = 1.0
 
 
 def voting_weight(kind: str, *, rank: int, voter: Voter, mean_loss: float, signal_to_noise: float) -> float:
-    """Return this rank's raw voting weight.
+    """Return this rank's voting weight before normalisation.
 
-    `loss` is exp(mean local loss of the interval): normalised over ranks, a softmax at temperature 1, in which
-    workers with harder data count more. A list gives one number per rank.
+    `loss` is exp(mean local loss of the interval): normalised over ranks, a softmax at temperature 1, in which ranks
+    with harder data count more. A list gives one number per rank.
     """
     if kind == "uniform":
         return 1.0
@@ -149,17 +149,17 @@ def hold_vote(
     step: int,
     epoch: int,
 ) -> Decision:
-    """Vote once for every criterion, with one message; nothing is applied. Collective.
+    """Vote once for every criterion with one message, without applying the result. Collective.
 
     Args:
         world: the ranks that vote.
         settings: the deciding criterion, patience and quorum.
-        proposers: the criteria, the deciding one first where there is one; each takes note of its proposal.
-        evidence: what this rank's criteria see.
-        weight: of this rank's vote, as computed; what cannot be a weight counts 0, and the decision says so.
-        broken: whether this rank's gradients are not finite, which makes the vote void.
+        proposers: the criteria, the deciding one first if there is one; each records its proposal.
+        evidence: the input of this rank's criteria.
+        weight: this rank's computed weight; an invalid one counts as 0, which the decision reports.
+        broken: whether this rank's gradients contain NaN or Inf, which makes the vote void.
         step: optimizer steps done.
-        epoch: that the step is in.
+        epoch: the epoch of the step.
     """
     mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
     etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
@@ -188,7 +188,7 @@ def hold_vote(
         quorum=settings.quorum,
         cut_before=evidence.cut,
         cut_after=after,
-        reason="; ".join([why if decides else "only shadow criteria are scored", *notes]),
+        reason="; ".join([why if decides else "only shadow criteria are scored here", *notes]),
         shadow={
             proposer.name: ShadowOutcome(proposals=proposed, cut=cut)
             for proposer, proposed, cut in zip(proposers, proposals, cuts, strict=True)
@@ -200,26 +200,28 @@ def hold_vote(
 
 
 def known(values: Sequence[float]) -> list[float | None]:
-    """Return the values, None in place of NaN."""
+    """Return the values, with None instead of NaN."""
     return [None if math.isnan(value) else value for value in values]
 
 
 def counted_weights(weights: Sequence[float], broken_ranks: Sequence[int]) -> tuple[list[float], list[str]]:
-    """Return the weights of all ranks that count, and notes on those that do not, or on why none does."""
+    """Return the weights of all ranks as they count, and notes on invalid ones or on why all are 0."""
     usable = [usable_weight(weight) for weight in weights]
     notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
     if broken_ranks:
-        notes.append(f"gradients are not finite on rank {', '.join(map(str, broken_ranks))}: the vote is void")
+        notes.append(
+            f"NaN or Inf in the gradients of rank {', '.join(map(str, broken_ranks))}; this vote does not count"
+        )
     return [counted for counted, _ in usable], notes
 
 
 def exchange(
     world: World, proposals: Sequence[int], numbers: Sequence[float], broken: bool
 ) -> tuple[list[list[int]], list[list[float]], list[int]]:
-    """Return all ranks' proposals (per criterion, per rank), numbers (per rank), and the ranks that are broken.
+    """Return all ranks' proposals (per criterion, per rank), numbers (per rank), and the ranks with broken gradients.
 
-    Every rank writes its own column of an integer table that is zero elsewhere, floats as their bits, so that the
-    sum is exact. Collective: every rank of `world` must call this.
+    Every rank writes its own column of an integer table that is zero elsewhere, with floats as their bits, so the sum
+    is exact. Collective: every rank of `world` must call this.
     """
     bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
     column = torch.cat([torch.tensor([int(broken), *proposals], dtype=torch.int64), bits])
@@ -231,6 +233,6 @@ def exchange(
 
 
 def count(proposals: Sequence[int], cast: Sequence[int], *, deepest: int) -> list[int]:
-    """Return the weight that all ranks together give every cut 0..`deepest`, of their proposals and cast weights."""
+    """Return the summed weight that supports every cut 0..`deepest`."""
     ballots = [ballot(proposal, weight, deepest=deepest) for proposal, weight in zip(proposals, cast, strict=True)]
     return [sum(column) for column in zip(*ballots, strict=True)]

@@ -1,1 +1,1 @@
-"""For a training script of one's own: a distributed optimizer that freezes by vote, and a loader that caches."""
+"""Integration into a training script: a distributed optimizer that freezes by vote, and a caching loader."""

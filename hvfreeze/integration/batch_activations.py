@@ -1,7 +1,7 @@
-"""A batch as a `CachedLoader` gives it: a tensor with one row a sample, which a script may move, choose from and mix.
+"""The batches of a `CachedLoader`: tensors with one row per sample that a script may move, select and mix.
 
-Whether a script only did that is found out by example: each operation is made on a batch of equal rows too. Moving,
-choosing and mixing rows leave such a batch as it is; normalizing, flipping, cropping and erasing do not.
+To check that a script did nothing else, each operation also runs on a batch of equal rows. Moving, selecting and mixing
+rows leave such a batch unchanged; normalizing, flipping, cropping and erasing do not.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from hvfreeze.errors import UsageError
 
 TOLERANCE = 1e-3
-"""Of weights that add up to 1."""
+"""Tolerance of mixing weights that must add up to 1."""
 MIXED = (
-    "suffix() takes rows of this model whole: the model also takes other inputs of each sample, which are not mixed "
-    "with the rows. Mix inside the model, or do without CachedLoader"
+    "suffix() needs unmixed rows of this model: it also takes other inputs of each sample, and these are not mixed "
+    "with the rows. Mix inside the model, or train without CachedLoader"
 )
 COARSE = 3e-2
-"""Likewise, in 16 bits."""
+"""The same in 16-bit types."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Origin:
 
     Attributes:
         cut: number of frozen blocks.
-        inputs: of the model, as the suffix takes them.
+        inputs: the model's inputs, as the suffix takes them.
         leaves: the tensors and other values in `inputs`.
-        spec: how these are nested.
-        place: the rows' among the leaves; -1 if they are the output of frozen blocks.
-        shape: of a row.
-        dtype: of the rows.
+        spec: their nesting.
+        place: index of the rows among the leaves; -1 if they are the output of frozen blocks.
+        shape: shape of a row.
+        dtype: type of the rows.
     """
 
     cut: int
@@ -54,38 +54,38 @@ class Origin:
         return [leaf for i, leaf in enumerate(self.leaves) if i != self.place and isinstance(leaf, Tensor)]
 
     def equal_rows(self, count: int) -> Tensor:
-        """Return `count` rows that are all the same: numbers that differ from place to place in a row."""
+        """Return `count` equal rows, whose numbers differ within a row."""
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(2 if self.dtype == torch.bool else 100, self.shape, generator=generator).to(self.dtype)
         return row.expand(count, *self.shape)
 
     def marked_rows(self, count: int) -> Tensor:
-        """Return `count` rows, each full of its number, as no mixture of others is."""
+        """Return `count` rows, each filled with its index, so that a mixture is detected."""
         numbers = torch.arange(count, dtype=torch.float64).add(torch.pi).square()
         return numbers.reshape(-1, *[1] * len(self.shape)).expand(count, *self.shape)
 
 
 class BatchActivations(Tensor):
-    """The output of the frozen blocks for a batch, (B, ...); while nothing is frozen, the model's first input tensor.
+    """The output of the frozen blocks for a batch, (B, ...); while no block is frozen, the model's first input tensor.
 
-    Give it to `CachedLoader.suffix`. Before, a script may move rows (`to`, `clone`), choose from them (`rows[:8]`,
-    `split`, `flip(0)`) and mix them with each other, as MixUp and CutMix do. `suffix` refuses rows that were changed
-    otherwise, such as normalized or flipped ones: frozen blocks have computed them without that change.
+    Pass it to `CachedLoader.suffix`. Before that, a script may move rows (`to`, `clone`), select some (`rows[:8]`,
+    `split`, `flip(0)`) and mix them with each other, as MixUp and CutMix do. `suffix` refuses rows that were changed in
+    another way, such as normalized or flipped ones, because the frozen blocks have computed them without that change.
 
     Attributes:
-        cut: number of frozen blocks; 0 stands for the inputs themselves.
-        inputs: the model's inputs at cut 0; behind it, the tensors among them that the suffix reads.
+        cut: number of frozen blocks; 0 means that the rows are the inputs themselves.
+        inputs: the model's inputs at cut 0; at other cuts, the tensors among them that the suffix reads.
     """
 
     _origin: Origin
     _example: Tensor | None
-    """What a batch of equal rows has become; None as long as nothing was done."""
+    """The batch of equal rows after the same operations; None before the first one."""
     _marks: Tensor | None
-    """What rows full of their numbers have become, where other tensors belong to the samples."""
+    """The rows filled with their indices after the same operations, if other tensors belong to the samples."""
 
     @classmethod
     def of(cls, cut: int, rows: Tensor | None, inputs: Any, *, count: int) -> BatchActivations:
-        """Return a batch of `count` samples: the output `rows` of frozen blocks, or None at cut 0, and the inputs."""
+        """Return a batch of `count` samples: the output `rows` of frozen blocks (None at cut 0), and the inputs."""
         leaves, spec = tree_flatten(inputs)
         place = -1
         if rows is None:
@@ -109,7 +109,7 @@ class BatchActivations(Tensor):
 
     @property
     def inputs(self) -> Any:
-        """The model's inputs at cut 0; behind it, the tensors among them that the suffix reads."""
+        """The model's inputs at cut 0; at other cuts, the tensors among them that the suffix reads."""
         return self._origin.inputs
 
     @property
@@ -123,10 +123,10 @@ class BatchActivations(Tensor):
             return self.as_subclass(Tensor)
 
     def for_suffix(self) -> tuple[Tensor | None, Any]:
-        """Return what the blocks behind the cut take: the output of those before it, None at cut 0, and the inputs.
+        """Return the input of the blocks behind the cut: the output of those before it, None at cut 0, and the inputs.
 
         Raises:
-            UsageError: the rows are no samples any more, nor mixtures of samples.
+            UsageError: the rows are neither samples nor mixtures of samples any more.
         """
         origin, rows = self._origin, self._plain
         if self._example is None:
@@ -137,8 +137,9 @@ class BatchActivations(Tensor):
         whole = rows.dim() > 0 and rows.shape[1:] == origin.shape and not (exact and rows.dtype != origin.dtype)
         if not whole or not torch.allclose(example.double(), expected.double(), rtol=tolerance, atol=tolerance):
             raise UsageError(
-                "suffix() takes rows of a CachedLoader whole, moved, chosen or mixed with each other (MixUp, CutMix). "
-                "These were changed otherwise, which frozen blocks do not see: transform images in the data set"
+                "suffix() takes rows of a CachedLoader that are whole, selected, moved, or mixed with each other "
+                "(MixUp, CutMix). These rows were changed in another way, which the frozen blocks cannot see; "
+                "transform the images in the data set"
             )
         leaves = self._leaves_of(rows)
         return (rows if origin.cut else None), tree_unflatten(leaves, origin.spec)
@@ -166,14 +167,14 @@ class BatchActivations(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute on the rows, and on the examples that tell what was computed."""
+        """Compute on the rows, and on the examples that show what was computed."""
         given = (args, kwargs or {})
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         tracked = {id(leaf): leaf for leaf in tensors if isinstance(leaf, BatchActivations)}
         if any(leaf.requires_grad for leaf in tensors if id(leaf) not in tracked):
             raise UsageError(
-                "rows of a CachedLoader met a tensor that requires gradients: call loader.suffix(rows) in place of the "
-                "model, and compare its answer with the labels"
+                "rows of a CachedLoader were combined with a tensor that requires gradients; call "
+                "loader.suffix(rows) instead of the model, and compare its output with the labels"
             )
         with torch._C.DisableTorchFunctionSubclass():
             rows = {key: leaf.as_subclass(Tensor) for key, leaf in tracked.items()}
@@ -211,7 +212,7 @@ class BatchActivations(Tensor):
 
 DATA = vars(torch._C.TensorBase)["data"].__get__
 WRITING = (Tensor.__setitem__,)
-"""Functions that return nothing, and change rows."""
+"""Functions that change rows in place and return nothing."""
 
 
 def _call(func: Callable[..., Any], given: Any, by: dict[int, Tensor]) -> Any:
@@ -225,7 +226,7 @@ def _holds_tensors(result: Any) -> bool:
 
 
 def _marked(func: Callable[..., Any], given: Any, tracked: dict[int, BatchActivations]) -> Any:
-    """Return what `func` makes of rows full of their numbers, None where there is no need, or it makes nothing."""
+    """Return the result of `func` for rows filled with their indices; None if not needed or not returned."""
     marks = {key: leaf._marks for key, leaf in tracked.items() if leaf._marks is not None}
     try:
         return _call(func, given, marks) if marks else None
@@ -234,14 +235,17 @@ def _marked(func: Callable[..., Any], given: Any, tracked: dict[int, BatchActiva
 
 
 def _common(origins: list[Origin]) -> Origin:
-    """Return the origin of rows that were put together.
+    """Return the origin of rows that were combined.
 
     Raises:
-        UsageError: they are of different cuts, or other tensors belong to the samples of one of several batches.
+        UsageError: they have different cuts, or other tensors belong to the samples of one of several batches.
     """
     first = origins[0]
     if any(other.cut != first.cut or other.shape != first.shape for other in origins):
-        raise UsageError("rows of different cuts cannot be mixed: mix the samples of one batch")
+        raise UsageError("rows of different cuts cannot be mixed; mix samples of one batch")
     if any(other is not first and other.others for other in origins):
-        raise UsageError("rows of several batches cannot be put together: the model takes other inputs with them")
+        raise UsageError(
+            "rows of several batches cannot be combined, because the model takes other inputs with "
+            "them; combine rows of one batch"
+        )
     return first

@@ -1,4 +1,4 @@
-"""`hvfreeze.CachedLoader`: a script's loader, which gives the frozen prefix's output, read where it is cached.
+"""`hvfreeze.CachedLoader`: wraps a script's loader and yields the frozen prefix's output, from the cache if possible.
 
     loader = hvfreeze.CachedLoader(loader, optimizer, directory="cache")
     for activations, labels in loader:
@@ -6,9 +6,9 @@
         loss = cross_entropy(loader.suffix(activations), labels)
         ...
 
-While nothing is frozen the activations are the inputs, and the suffix is the model. Where a cut has stayed for an
-epoch, ranks compute the rows of all samples once, each a share, and every later epoch reads them. The bits are those
-that the model would compute.
+While no block is frozen, the activations are the inputs, and the suffix is the model. Once a cut has not changed for an
+epoch, ranks compute the rows of all samples once, each a share, and later epochs read them. The model would compute
+the same bits.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from hvfreeze.prefix.operations import operations_digest
 
 
 class Passes:
-    """Reads samples for training and for the blocks before a cut, and runs those.
+    """Reads samples for training and for the frozen blocks, and runs the frozen blocks.
 
     Attributes:
-        whole: whether the model runs as a whole, so that nothing is asked for behind a cut.
-        labels: of the samples that were read.
-        inputs: what the part behind a cut looks at, of samples that were read while there was one.
+        whole: whether the model runs as a whole, without a cut.
+        labels: labels of the samples read so far.
+        inputs: inputs of the samples read at the current cut that the part behind the cut uses.
     """
 
     def __init__(self, samples: Samples, halves: Halves, *, dtype: torch.dtype | None) -> None:
@@ -72,7 +72,7 @@ class Passes:
         self._pairs: tuple[Ids, Ids] | None = None
 
     def read(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
-        """Return the inputs and labels of these samples, and remember what will be asked for behind a cut."""
+        """Return the inputs and labels of these samples, and store what will be needed behind a cut."""
         inputs, labels = self._samples.load(ids, views)
         self.labels.put(ids, views, labels)
         if not self.whole and not self._halves.needs_inputs:
@@ -80,17 +80,17 @@ class Passes:
         return inputs, labels
 
     def remembers(self, ids: Ids, views: Ids) -> bool:
-        """Tell whether nothing but the prefix's output is lacking of these samples."""
+        """Return True if only the prefix's output of these samples is missing."""
         if self.whole or self._halves.needs_inputs or self.labels.get(ids, views) is None:
             return False
         return self.inputs.get(ids, views) is not None
 
     def expect(self, ids: Ids, views: Ids, inputs: Inputs | None = None) -> None:
-        """Take this batch for the one that passes are about, with its inputs where they have been read."""
+        """Make this the current batch, with its inputs if they have been read."""
         self._given, self._pairs = inputs, (ids, views)
 
     def load(self, ids: Ids, views: Ids) -> Any:
-        """Return the inputs of a padded batch, those of the batch at hand where they are these."""
+        """Return the inputs of a padded batch; those of the current batch if it is the same."""
         pairs = self._pairs
         these = pairs is not None and np.array_equal(pairs[0], ids) and np.array_equal(pairs[1], views)
         if self._given is None or not these:
@@ -99,7 +99,7 @@ class Passes:
         return self._given
 
     def run(self, x: Any, start: int, stop: int) -> Tensor:
-        """Return the output of blocks start..stop-1 for `x`, a batch's inputs where start is 0."""
+        """Return the output of blocks start..stop-1 for `x`, a batch's inputs if start is 0."""
         inputs: Any = x if start == 0 else None
         if start > 0 and self._halves.runs_inside and self._pairs is not None:
             ids, views = self._pairs
@@ -109,9 +109,9 @@ class Passes:
 
 
 def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int, int]:
-    """Return this rank's place among those that share its rows in `directory`, and how many these are.
+    """Return this rank's index among the ranks that share its rows in `directory`, and their number.
 
-    They have the same `data`, and see the same files: either all ranks do, or those of each host are taken to.
+    They have the same `data`, and see the same files: either all ranks do, or those of each host are assumed to.
     Collective: every rank of `world` must call this.
 
     Raises:
@@ -139,17 +139,17 @@ def ranks_that_share(directory: Path, world: World, *, data: JSON) -> tuple[int,
     return sharing.index(world.rank), len(sharing)
 
 
-WAY_OUT = "give another with directory="
+WAY_OUT = "choose another with directory="
 BATCHWISE = (
-    "blocks up to {} compute a sample's output from its neighbours in the batch too, as a BatchNorm without running "
-    "statistics does; freeze fewer blocks, or give such layers running statistics"
+    "blocks up to {} normalise with batch statistics (BatchNorm without running statistics), so a sample's output "
+    "depends on its batch; freeze fewer blocks, or use layers with running statistics"
 )
 _told: set[Path] = set()
-"""Directories that nobody had named, and that a line has."""
+"""Default directories that have been logged."""
 
 
 def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> Path:
-    """Return the directory that a script has given, or rank 0's default, which is told once. Collective."""
+    """Return the script's directory, or rank 0's default, which is logged once. Collective."""
     named = world.allgather_object(given is not None, name="loader.named")
     if given is not None and all(named):
         return Path(given)
@@ -157,7 +157,7 @@ def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> 
         raise UsageError("directory= must be given on all ranks, or on none").on_all_ranks()
     found = raise_on_all_ranks(
         world,
-        lambda: cache_folder("activations", way_out="give CachedLoader directory=") if world.rank == 0 else Path(),
+        lambda: cache_folder("activations", way_out="pass directory= to CachedLoader") if world.rank == 0 else Path(),
         name="loader.default",
     )
     common = world.broadcast_object(found, name="loader.directory")
@@ -165,21 +165,20 @@ def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> 
         _told.add(common)
         tell(
             world,
-            "activations are cached in %s, where they stay until 'hvfreeze cache rm' removes them; directory= names "
-            "another place",
+            "activations are cached in %s until 'hvfreeze cache rm' removes them; choose another place with directory=",
             common,
         )
     return common
 
 
 class CachedLoader:
-    """Yields (`BatchActivations`, labels) for each batch of a loader, and runs what is behind the cut with `suffix`.
+    """Yields (`BatchActivations`, labels) for each batch of a loader, and runs the blocks behind the cut with `suffix`.
 
-    Every rank must begin its epochs together with the others: where a cut has settled, all compute rows for all. Ranks
-    that have data sets of their own compute each its own.
+    All ranks must start their epochs together, because they compute rows for each other. Ranks with different data sets
+    compute their own rows.
 
     Attributes:
-        loader: the script's own; its sampler goes on to be the script's to set.
+        loader: the script's own loader, whose sampler the script sets as before.
     """
 
     def __init__(
@@ -195,26 +194,29 @@ class CachedLoader:
         autocast_dtype: torch.dtype | None = None,
         store: bool = True,
     ) -> None:
-        """Look at a few samples, and cache nothing yet.
+        """Read a few samples to identify the data set; nothing is cached yet.
 
         Collective: every rank must call this.
 
         Args:
-            loader: over a map-style data set, in batches of one size. The data set must give the same sample for the
-                same number, unless there are views.
-            frozen_by: what moves the cut.
-            directory: where cache files lie, and stay for later runs; that of one file system for the ranks of a host.
-                None is the user's cache directory as rank 0 has it, which a line names.
-            views: with more than one, random draws in the data set become so many fixed views of each sample, one an
-                epoch in turn.
-            split: takes a batch apart into the model's inputs and the labels; by default the last entry is the labels.
-            data: names the data set in fingerprints, in place of its class, settings and files.
-            seed: of the views' draws.
+            loader: over a map-style data set, in batches of one size. The data set must return the same sample for the
+                same
+                number, unless there are views.
+            frozen_by: the optimizer or freezer that changes the cut.
+            directory: of the cache files, which stay for later runs; on one file system for the ranks of a host. None
+                is rank
+                0's user cache directory, which is logged.
+            views: with more than one, random draws in the data set become this many fixed views of each sample, one per
+                epoch
+                in turn.
+            split: divides a batch into the model's inputs and the labels; by default the last entry is the labels.
+            data: name of the data set for fingerprints, in place of its class, settings and files.
+            seed: seed of the views.
             autocast_dtype: as in the script's `torch.autocast("cpu", dtype=...)`, None without.
-            store: whether rows are kept; without, all is computed and nothing else changes.
+            store: whether rows are stored; if not, all rows are computed, without any other difference.
 
         Raises:
-            UsageError: the loader's samples cannot be numbered, or come out differently each time; on all ranks.
+            UsageError: the loader's samples cannot be numbered, or differ each time; on all ranks.
             RefusedError: the directory cannot be used; on all ranks.
         """
         self.loader = loader
@@ -246,7 +248,7 @@ class CachedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[BatchActivations, Any]]:
-        """Yield the batches of an epoch. Collective: every rank must begin its epochs together."""
+        """Yield the batches of an epoch. Collective: every rank must start its epochs together with the others."""
         batches = [(ids, np.full_like(ids, self._view_after(0))) for ids in self._samples.epoch()]
         settled = self._freezer.cut > 0 and (self._rested or math.isinf(self._freezer.epochs_until_move()))
         self._rested = True
@@ -269,17 +271,17 @@ class CachedLoader:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def suffix(self, activations: BatchActivations) -> Any:
-        """Return what the model gives for a batch; gradients reach what is behind its cut."""
+        """Return the model's output for a batch; gradients reach the blocks behind its cut."""
         if not isinstance(activations, BatchActivations):
             kind = type(activations).__name__
-            raise UsageError(f"suffix() takes what a CachedLoader gives for a batch, or part of it, not a {kind}")
+            raise UsageError(f"suffix() takes rows from a batch of a CachedLoader, not a {kind}")
         rows, inputs = activations.for_suffix()
         if rows is None:
             return call(self._chain.model, inputs)
         return self._halves.after(rows, inputs, activations.cut)
 
     def close(self) -> None:
-        """Let go of all files; what is stored stays for later runs."""
+        """Close all files; stored rows stay for later runs."""
         self._activations.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -290,7 +292,7 @@ class CachedLoader:
 
     @property
     def rows_read(self) -> int:
-        """Rows read from the cache so far, in place of being computed."""
+        """Rows read from the cache so far instead of being computed."""
         return self._activations.counters.rows_read
 
     @property
@@ -316,11 +318,11 @@ class CachedLoader:
         return BatchActivations.of(self._activations.cut, rows, kept, count=len(ids)), labels
 
     def _needs_no_samples(self, ids: Ids, views: Ids) -> bool:
-        """Tell whether a batch can be had without reading its samples."""
+        """Return True if a batch is available without reading its samples."""
         return self._passes.remembers(ids, views) and self._activations.is_cached(ids, views)
 
     def _view_after(self, epochs: int) -> int:
-        """Return the view of an epoch, so many after this one."""
+        """Return the view of an epoch, given by its distance from this one."""
         steps = self._freezer.cadence.steps_per_epoch or self._steps_per_epoch
         return (self._freezer.step // steps + epochs) % self._samples.num_views
 
@@ -331,7 +333,7 @@ class CachedLoader:
             self._take_chain()
 
     def _take_chain(self) -> None:
-        """Get ready for the model in the freezer's blocks, which may be found in the first step only."""
+        """Prepare for the freezer's blocks, which may be found only in the first step."""
         self._chain = self._freezer.chain
         self._halves = halves_of(self._chain)
         self._passes = Passes(self._samples, self._halves, dtype=self._dtype)
@@ -346,7 +348,7 @@ class CachedLoader:
         )
 
     def _begin(self) -> None:
-        """Keep the rows of this cut, and compute those that nobody has, where they will be read again. Collective."""
+        """Store the rows of this cut, and compute missing ones if they will be read again. Collective."""
         cut, (inputs, _) = self._freezer.cut, self._samples.load(*self._samples.some())
         refusals = self._world.allgather_object(self._refusal_at(cut, inputs), name="loader.cut")
         if any(refusals):
@@ -373,7 +375,7 @@ class CachedLoader:
         self._fill(owned_keys)
 
     def _fill(self, owned_keys: tuple[Ids, Ids]) -> None:
-        """Compute this rank's share of the rows that are missing, and take in the others'. Collective."""
+        """Compute this rank's share of the missing rows, and read the others'. Collective."""
         missing, rows = self._activations.missing(*owned_keys), self._samples.batch_rows
         ids, views = owned_keys[0][missing], owned_keys[1][missing]
         order = np.lexsort((views, ids))
@@ -393,7 +395,7 @@ class CachedLoader:
         self._activations.refresh()
 
     def _follow(self, ids: Ids, views: Ids) -> None:
-        """Compute at the freezer's cut from now on, from older rows where they reach. Not a collective."""
+        """Compute at the freezer's cut from now on, from older rows if possible. Not a collective."""
         cut = self._freezer.cut
         self._follows, self._stored = True, False
         refusal = self._refusal_at(cut, self._samples.load(ids, views)[0]) if cut > 0 else ""
@@ -404,15 +406,15 @@ class CachedLoader:
             self._passes.whole = False
 
     def _run_whole(self, refusal: str) -> None:
-        """Let the model run as a whole at this cut; say once why, where that is told."""
+        """Run the model as a whole at this cut; log the reason once, if there is one."""
         if refusal and refusal not in self._told:
-            tell(self._world, "nothing is cached at this cut: %s", refusal, level=logging.WARNING)
+            tell(self._world, "no activations are cached at this cut: %s", refusal, level=logging.WARNING)
             self._told.add(refusal)
         self._follows, self._stored, self._passes.whole = True, False, True
         self._activations.begin_cut(0)
 
     def _refusal_at(self, cut: int, inputs: Any) -> str:
-        """Return why the forward pass cannot be left at a cut, empty where it can."""
+        """Return why the forward pass cannot be left at a cut, "" if it can."""
         try:
             with autocast(self._dtype):
                 self._halves.check(inputs, cut)
@@ -426,7 +428,7 @@ class CachedLoader:
         return "" if alone else BATCHWISE.format(self._chain.blocks[cut - 1].name)
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:
-        """Return what must match before rows at `cut` may be used; of the inputs, types, shapes and strides count."""
+        """Return the fingerprint of rows at `cut`; of the inputs, it includes types, shapes and strides."""
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         num_views = self._samples.num_views
         return activation_fingerprint(

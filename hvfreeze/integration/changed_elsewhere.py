@@ -1,4 +1,4 @@
-"""Parameters of a model that something else changes: another optimizer, or an average that a script keeps of others."""
+"""Detects parameters of a model that other code changes: another optimizer, or an average that a script keeps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 
 LOOKED_AT = 4096
-"""Elements of a parameter, at most, besides the sum of all."""
+"""Largest number of elements of a parameter to compare, besides the sum of all."""
 
 
 class ChangedElsewhere:
-    """Looks, from when it is made on, at the parameters of a model that its optimizer does not hold."""
+    """Watches the parameters of a model that its optimizer does not hold."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
-        """Remember what they are now."""
+        """Store their current values."""
         held = {parameter for group in prefix.groups for parameter in group}
         self._prefix = prefix
         self._before = {
@@ -25,7 +25,7 @@ class ChangedElsewhere:
         }
 
     def first(self) -> tuple[int, str] | None:
-        """Return the first block that trains and has a parameter that has changed, with its name; None where none."""
+        """Return the first trained block with a changed parameter, and the parameter's name; None if there is none."""
         chain = self._prefix.chain
         for block in range(self._prefix.cut, len(chain.blocks)):
             for name, parameter in chain.named_parameters(block, block + 1):
@@ -36,7 +36,7 @@ class ChangedElsewhere:
 
 
 def looked_at(parameter: Tensor) -> Tensor:
-    """Return some elements of `parameter` and the sum of all, (E + 1,), as bits: NaN equals itself."""
+    """Return some elements of `parameter` and the sum of all, (E + 1,), as bits, so that NaN equals itself."""
     flat = parameter.detach().reshape(-1).double()
     some = flat[:: max(1, len(flat) // LOOKED_AT)]
     return torch.cat([some, flat.sum()[None]]).view(torch.int64)

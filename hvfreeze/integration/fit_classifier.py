@@ -32,7 +32,7 @@ from hvfreeze.tasks import TASKS
 
 
 class FittedClassifier(NamedTuple):
-    """What `fit_classifier` returns."""
+    """A fitted classifier, and the numbers of its fit."""
 
     classifier: MultiLevelClassifier
     """From images to logits, the same on all ranks. It shares its blocks, and their mode, with the model."""
@@ -65,7 +65,7 @@ def fit_classifier(
         loader: gives this rank's batches; every rank has its own samples, as with a `DistributedSampler`.
         outputs: classes, labels or numbers; None takes those of the model's last layer.
         task: as for `fit_head`, and `class_weights` too.
-        flips: whether the head is fitted to each image's mirror image too.
+        flips: whether the head is also fitted to horizontal flips of the images.
         pool: maps are averaged to at most so many cells a side.
         tokens: what is read of a transformer's tokens: their `mean`, the `class` token, or a `grid` of patches.
         blocks: how the model is cut, as --blocks.
@@ -132,6 +132,6 @@ def fit_classifier(
         memory_bytes=solver_memory(world.local_size),
         penalties=PENALTIES if penalty is None else [penalty],
     )
-    assert fit is not None, "nobody stops it"
+    assert fit is not None, "a fit without `watch` runs to its end"
     take(classifier.head, fit)
     return FittedClassifier(classifier, fit.numbers())

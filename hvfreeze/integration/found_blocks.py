@@ -1,8 +1,7 @@
-"""The blocks of a script's model: known from its class, found by running it on an example, or in its first pass.
+"""Finds the blocks of a script's model: from its class, by running it on an example, or in its first forward pass.
 
-The first forward pass of training is watched by hooks that leave after it. Some scripts train in evaluation mode, as to
-keep BatchNorm's statistics. So a pass in that mode counts where gradients are computed, until one in training mode is
-seen.
+Hooks watch the first forward pass of training and are removed after it. Some scripts train in evaluation mode, e.g. to
+keep BatchNorm's statistics. So a pass in that mode with gradients counts until one in training mode is seen.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from hvfreeze.model.traced import (
 
 
 class FoundBlocks:
-    """A model in blocks: in one block until the first step where they are found in the first forward pass.
+    """A model in blocks; a single block until the first step if they are found in the first forward pass.
 
     Attributes:
-        chain: the model in blocks, as far as they are known when the optimizer is made.
-        description: of blocks that were found in a forward pass, None where they were not.
+        chain: the model in blocks, as known when the optimizer is created.
+        description: of blocks found in a forward pass, else None.
     """
 
     def __init__(
@@ -53,19 +52,18 @@ class FoundBlocks:
         example: Inputs | None,
         settings: FreezeConfig,
     ) -> None:
-        """Find the blocks, or begin to wait for the model's first forward pass in training.
+        """Find the blocks, or start to wait for the model's first forward pass in training.
 
         Args:
             model: any module.
             world: the ranks.
-            trained: the parameters that the optimizer has.
-            blocks: as the script gives them.
-            example: likewise.
-            settings: what is to be frozen, and how.
+            trained: the optimizer's parameters.
+            blocks: as given by the script.
+            example: as given by the script.
+            settings: freezing settings.
 
         Raises:
-            UsageError: `blocks` or `example` does not fit the model, or blocks are frozen from the start on, and are
-                not known.
+            UsageError: `blocks` or `example` does not fit the model, or freezing starts before the blocks are known.
         """
         self._model, self._world, self._freezes = model, world, settings.freeze != "none"
         self._first: FirstPass | None = None
@@ -74,14 +72,15 @@ class FoundBlocks:
         self._why = ""
         self.chain: Chain = undivided(model)
         if not any(parameter in trained for parameter in model.parameters()):
-            self._why = f"the optimizer has none of the parameters of {type(model).__name__}, which model= gives"
+            self._why = f"model= is a {type(model).__name__}, but the optimizer has none of its parameters"
             return
         named = blocks is not None and blocks not in SCHEMES
         if example is None and not named and not knows_its_order(model):
             if settings.cut:
                 raise UsageError(
-                    f"cut ({settings.cut}): blocks of {type(model).__name__} are frozen before its first forward pass, "
-                    "which would show them; give example=, a batch of its inputs, or blocks=, the names of its blocks"
+                    f"cut ({settings.cut}): freezing starts before the first forward pass of {type(model).__name__}, "
+                    "so its blocks are not known yet; pass example= (a batch of its inputs) or blocks= (the names "
+                    "of its blocks)"
                 )
             self._waits = True
             # What rank 0 sees holds for all.
@@ -94,19 +93,19 @@ class FoundBlocks:
                 raise
             self._why = str(error)
         if self.chain.tied:
-            self._why = f"{self.chain.tied[0]} of the first block is the last block's too, which trains to the end"
+            self._why = f"the first and the last block share {self.chain.tied[0]}, and the last block is never frozen"
             self.chain = undivided(model)
 
     def tell_if_single(self) -> bool:
-        """Warn that nothing will be frozen where there are no two blocks; return whether that is so."""
+        """Warn if the model has a single block, so that no block will be frozen; return whether it has."""
         single = self._freezes and len(self.chain.blocks) < 2 and not self._waits
         if single:
-            why = self._why or f"{type(self._model).__name__} is a single block, and the last is never frozen"
-            tell(self._world, "nothing will be frozen: %s", why, level=logging.WARNING)
+            why = self._why or f"{type(self._model).__name__} is a single block, and the last block is never frozen"
+            tell(self._world, "no block will be frozen: %s", why, level=logging.WARNING)
         return single
 
     def settle(self, freezer: Freezer) -> None:
-        """Let `freezer` have the blocks that rank 0 has seen in the first forward pass. Collective, in every step."""
+        """Give `freezer` the blocks that rank 0 has found in the first forward pass. Collective, in every step."""
         if not self._waits:
             return
         chain = self._first.chain if self._first else None
@@ -119,10 +118,10 @@ class FoundBlocks:
         self.tell_if_single()
 
     def restore(self, freezer: Freezer, description: Mapping[str, Any] | None) -> None:
-        """Let `freezer` have blocks that were found in a forward pass, here or in an earlier run. Not a collective.
+        """Give `freezer` the blocks found in a forward pass, here or in an earlier run. Not a collective.
 
         Raises:
-            UsageError: the model is another one than that in which they were found.
+            UsageError: the model differs from the one in which they were found.
         """
         if self._waits and description is not None:
             self.description = dict(description)
@@ -138,18 +137,18 @@ class FoundBlocks:
 
 
 class FirstPass:
-    """Waits for a forward pass with gradients, in training mode where there is one, and watches it.
+    """Waits for a forward pass with gradients, preferably in training mode, and watches it.
 
     Attributes:
-        chain: the model in blocks, once the pass is over and where it could be divided.
-        why_not: why it is not, until it is.
+        chain: the model in blocks, after the pass and if it could be divided.
+        why_not: the reason if it is None.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.chain: TracedChain | None = None
         self.why_not = (
-            f"no forward pass of {type(model).__name__} was seen before the first step: call model(...) itself, not "
-            "compiled, or give example= or blocks="
+            f"no forward pass of {type(model).__name__} ran before the first step; call model(...) itself, not a "
+            "compiled copy, or pass example= or blocks="
         )
         self._watch: Watch | None = None
         self._hooks: list[Any] = [
@@ -158,7 +157,7 @@ class FirstPass:
         ]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._watch is not None:
             self._watch.close()
         for hook in self._hooks:

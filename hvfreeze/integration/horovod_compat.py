@@ -1,4 +1,4 @@
-"""What scripts that were written for Horovod do: arguments of its optimizer, and how they make ranks equal."""
+"""Compatibility with Horovod scripts: arguments of its optimizer, and how scripts make ranks equal."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ from hvfreeze.freezing.cadence import check_schedules
 from hvfreeze.integration.script_world import tell
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
-"""Horovod's, by their names."""
+"""Horovod's compressors by name."""
 CALLS_BETWEEN = 4
 BROADCAST = "horovod.torch.functions"
 """The module whose `broadcast_optimizer_state` calls `step` to create an optimizer's state."""
 
 
 def compression_of(value: Any) -> str:
-    """Return none, fp16 or powersgd:R for our word or for one of `hvd.Compression`'s classes.
+    """Return none, fp16 or powersgd:R for one of these words or a class of `hvd.Compression`.
 
     Raises:
         UsageError: it is neither.
     """
     known = COMPRESSORS.get(getattr(value, "__name__", ""), value)
     if not isinstance(known, str) or known == "auto":
-        raise UsageError(f"compression ({value}) must be none, fp16, powersgd:R, hvd.Compression.none or .fp16")
+        raise UsageError(
+            f"compression ({value}) must be none, fp16, powersgd:R, hvd.Compression.none or hvd.Compression.fp16"
+        )
     parse_compression(known)
     return known
 
@@ -53,33 +55,36 @@ def check_arguments(
     num_epochs: int | None,
     passes: int,
 ) -> None:
-    """Raise UsageError for what no vote can be held with."""
+    """Raise UsageError for arguments with which no vote can be held."""
     if hasattr(optimizer, "skip_synchronize"):
         raise UsageError(
-            "optimizer is a DistributedOptimizer already, and both would average the same gradients: give the "
-            "optimizer that it was made from"
+            "optimizer is already a DistributedOptimizer, and both would average the gradients; pass the optimizer "
+            "that it wraps"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS evaluates as often as it likes, on each rank on its own; give another optimizer")
+        raise UsageError(
+            "LBFGS is not supported, because it evaluates a different number of times on each rank; "
+            "use another optimizer"
+        )
     if settings.auto:
         raise UsageError(
-            "freeze (auto) is a whole run, which 'hvfreeze auto' makes; a training script takes "
-            f"none, static, {', '.join(CRITERIA)}"
+            f"freeze (auto) must be one of none, static, {', '.join(CRITERIA)} in a training script; 'hvfreeze "
+            "auto' runs a whole training"
         )
     for name, value in (("steps_per_epoch", steps_per_epoch), ("num_epochs", num_epochs)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} ({value}) must be a whole number, at least 1")
+            raise UsageError(f"{name} ({value}) must be a whole number of at least 1")
     check_schedules(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
     if passes < 1:
         raise ArgumentError(f"backward_passes_per_step ({passes}) must be at least 1")
 
 
 def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scaling:
-    """Return how gradients come to what `op` means: the average over ranks, or `hvd.Sum`.
+    """Return the scaling of gradients for `op`: the average over ranks, or `hvd.Sum`.
 
     Raises:
         UsageError: another operation.
-        ArgumentError: a factor that divides the average in two parts, and no average.
+        ArgumentError: a predivide factor without an average.
     """
     hvd: Any = sys.modules.get("horovod.torch")
     factor = gradient_predivide_factor
@@ -87,11 +92,12 @@ def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scali
     name = "Average" if op is None else known.get(op, str(op))
     if name not in ("Average", "Sum"):
         raise UsageError(
-            f"op ({name}) must be hvd.Average or hvd.Sum: gradients are added up over ranks, and what is frozen is "
-            "decided by what they say about the sum"
+            f"op ({name}) must be hvd.Average or hvd.Sum, because votes use the sum of gradients over ranks"
         )
     if factor != 1.0 and name == "Sum":
-        raise ArgumentError(f"gradient_predivide_factor ({factor}) divides an average in two parts, and op is Sum")
+        raise ArgumentError(
+            f"gradient_predivide_factor ({factor}) splits the division of an average, so op must be hvd.Average"
+        )
     if name == "Sum":
         return Scaling(1.0)
     return Scaling.mean(size) if factor == 1.0 else Scaling(1 / factor, factor / size)
@@ -99,7 +105,7 @@ def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scali
 
 @dataclass(frozen=True)
 class ExchangeArguments:
-    """How gradients travel, by the arguments of Horovod's optimizer; `DistributedOptimizer` describes them."""
+    """Arguments of Horovod's optimizer about the exchange; `DistributedOptimizer` documents them."""
 
     compression: Any
     backward_passes_per_step: int
@@ -110,10 +116,10 @@ class ExchangeArguments:
     sparse_as_dense: bool
 
     def check_groups(self) -> None:
-        """Refuse groups of gradients that Horovod would refuse.
+        """Raise ArgumentError for groups of gradients that Horovod would refuse.
 
         Raises:
-            ArgumentError: they are neither a number nor lists of parameters, or name one twice.
+            ArgumentError: they are neither a number nor lists of parameters, or contain one twice.
         """
         if self.num_groups:
             message = "num_groups is groups in Horovod since version 0.21"
@@ -122,19 +128,19 @@ class ExchangeArguments:
         if isinstance(asked, list):
             members = [member for group in asked for member in group]
             if any(not isinstance(member, Tensor) for member in members):
-                raise ArgumentError("groups must be a number, or lists of parameters")
+                raise ArgumentError("groups must be a number or lists of parameters")
             if len({id(member) for member in members}) < len(members):
-                raise ArgumentError("groups: a parameter may be in one of them only")
+                raise ArgumentError("groups: a parameter must not be in two groups")
         elif asked is not None and (not isinstance(asked, int) or asked < 1):
-            raise ArgumentError(f"groups ({asked!r}) must be a number, at least 1, or lists of parameters")
+            raise ArgumentError(f"groups ({asked!r}) must be a number of at least 1, or lists of parameters")
 
     def open_reducer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, world: World, *, title: str
     ) -> ScriptReducer:
-        """Return what averages the gradients of all that `model` and `optimizer` have; `title` begins all names.
+        """Return the reducer for all gradients of `model` and `optimizer`; `title` is the prefix of all names.
 
         Raises:
-            UsageError: the compression or the operation is none that gradients can travel by.
+            UsageError: the compression or the operation is not supported.
             ArgumentError: the factor does not go with the operation.
         """
         return ScriptReducer(
@@ -148,9 +154,9 @@ class ExchangeArguments:
         )
 
     def tell_if_grouped(self, world: World) -> None:
-        """Say that groups do nothing, where some are given."""
+        """Log that groups have no effect, if some are given."""
         if self.groups is not None or self.num_groups:
-            tell(world, "groups has no effect: gradients travel in buckets of a few mebibytes in any case")
+            tell(world, "groups has no effect: gradients are exchanged in buckets of a few MiB")
 
 
 def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:
@@ -167,12 +173,12 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Te
         raise ArgumentError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
     twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
-        raise ArgumentError(f"named_parameters ({', '.join(twice)}): every name may be there once")
+        raise ArgumentError(f"named_parameters ({', '.join(twice)}): names must be unique")
     names = {parameter: name for name, parameter in pairs}
     lacking = sum(parameter not in names for group in groups for parameter in group)
     if lacking:
         raise ArgumentError(
-            f"named_parameters lacks {lacking} of the optimizer's parameters: give all, or leave it out, because "
+            f"named_parameters lacks {lacking} of the optimizer's parameters; pass all, or leave it out, because "
             "model= has the names"
         )
     return names
@@ -189,10 +195,10 @@ def is_broadcast() -> bool:
 
 
 def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
-    """Create state for what has none, as `hvd.broadcast_optimizer_state` needs it, and return its parameters.
+    """Create missing optimizer state, as `hvd.broadcast_optimizer_state` needs it; return its parameters.
 
-    Ranks that have loaded a state broadcast it to those that have created one, so that both must have the same entries.
-    Unlike a step, it moves no weight. With one process there is nothing to send, and nothing to create.
+    Ranks that have loaded a state broadcast it to ranks that have created one, so both must have the same entries.
+    Unlike a step, this changes no weight. With one process there is nothing to send or create.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     lacking = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
@@ -217,15 +223,15 @@ def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]
 def begin_alike(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], world: World, *, created: Collection[Tensor]
 ) -> None:
-    """See to it that ranks start from equal tensors, rank 0's, and from no state where none was loaded.
+    """Make ranks start from rank 0's tensors, and from no state unless it was loaded.
 
     Collective: every rank of `world` must call this.
 
     Args:
-        optimizer: whose state is meant.
-        named: all parameters and buffers; those that no gradient changes may differ, as running statistics do.
+        optimizer: the optimizer of the state.
+        named: all parameters and buffers; buffers such as running statistics may differ.
         world: the ranks.
-        created: parameters whose state `create_state` has made; where it has on all ranks, it is dropped.
+        created: parameters whose state `create_state` has created; it is dropped if that is so on all ranks.
 
     Raises:
         DivergedError: ranks have other parameters or buffers than rank 0.
@@ -240,8 +246,8 @@ def begin_alike(
         broadcast_tensors({name: tensor.detach() for name, tensor in named.items()}, world)
         tell(
             world,
-            "parameters of %s differed from rank 0's before the first step, and are rank 0's from now on; "
-            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before it makes them equal for that step too",
+            "parameters of %s differed from rank 0 before the first step and are now equal to rank 0; call "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before it to make the first step equal too",
             f"rank {', '.join(map(str, odd))}",
             level=logging.WARNING,
         )
@@ -250,7 +256,7 @@ def begin_alike(
 
 
 def beside(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that the optimizer has and the model has not, under names of their own."""
+    """Return the optimizer's parameters that the model does not have, with generated names."""
     known = set(model.parameters())
     others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     return [(f"beside.{number}", p) for number, p in enumerate(others) if p.is_floating_point() or p.is_complex()]

@@ -1,4 +1,4 @@
-"""Steps under `torch.amp.GradScaler`, which hands an optimizer its scale and whether gradients have overflowed."""
+"""Steps under `torch.amp.GradScaler`, which passes its scale and an overflow flag to the optimizer."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from hvfreeze.comm.reducer import hook_on
 
 
 class LossScale:
-    """The scale of the gradients of the step under way, also after the script has divided them by it.
+    """The loss scale of the current step's gradients, also after the script has unscaled them.
 
-    `GradScaler.unscale_` does not tell the optimizer. So one gradient is compared with what it was: if it is clipped
-    too, that counts as scale.
+    `GradScaler.unscale_` does not notify the optimizer, so one gradient is compared with its earlier value. If it is
+    clipped as well, clipping counts as part of the scale.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow the gradient of the last parameter, which is usually the head's bias, and small."""
+        """Watch the gradient of the last parameter, which is usually the head's bias, and small."""
         self._parameter: Tensor = optimizer.param_groups[-1]["params"][-1]
         self._norm = 0.0
         takes_hook = self._parameter.is_floating_point() or self._parameter.is_complex()
         self._hooks = [hook_on(self._parameter, lambda parameter: self.note())] if takes_hook else []
 
     def note(self) -> None:
-        """Take the gradient as it is now for scaled; at the end of a backward pass, and of an exchange."""
+        """Store the current gradient as scaled, at the end of a backward pass and of an exchange."""
         self._norm = self._now()
 
     def given(self, grad_scale: Tensor | None) -> float:
-        """Return the scale that a `GradScaler` has given, or has divided the gradients by."""
+        """Return the scale that a `GradScaler` has passed, or has divided the gradients by."""
         if grad_scale is not None:
             return float(grad_scale)
         scale = self._norm / self._now() if self._now() else math.nan
         return scale if math.isfinite(scale) and scale > 0 else 1.0
 
     def close(self) -> None:
-        """Follow the gradient no longer."""
+        """Stop watching the gradient."""
         for hook in self._hooks:
             hook.remove()
 
@@ -47,9 +47,9 @@ class LossScale:
 
 
 def step_scaled(optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, found_inf: Tensor) -> Any:
-    """Make a step with gradients that are `grad_scale` times too large, as `GradScaler.step` does; None: they are not.
+    """Make a step with gradients that are `grad_scale` times too large, like `GradScaler.step`; None if they are not.
 
-    Call it only if `found_inf` is 0. Return what the optimizer's step returns.
+    Call it only if `found_inf` is 0. Return the result of the optimizer's step.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
@@ -66,5 +66,5 @@ def step_scaled(optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, 
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient, which may be sparse."""
+    """Return the values of a gradient, which may be sparse."""
     return gradient._values() if gradient.is_sparse else gradient

@@ -1,8 +1,8 @@
-"""`hvfreeze.DistributedOptimizer`: in place of `hvd.DistributedOptimizer`, and blocks are frozen by vote.
+"""`hvfreeze.DistributedOptimizer`: replaces `hvd.DistributedOptimizer` and freezes blocks by vote.
 
     optimizer = hvfreeze.DistributedOptimizer(optimizer, model=model)
 
-The rest of the script stays as it is. A backward pass sends gradients as they become ready; `step` waits for their
+The rest of the script stays the same. A backward pass sends gradients as they become ready. `step` waits for their
 average, updates, and votes when a vote is due.
 """
 
@@ -48,18 +48,19 @@ from hvfreeze.runs.reading import Move
 from hvfreeze.wording import plural
 
 ADDED_GROUP = (
-    "add_param_group() after wrapping: ranks have agreed on the parameters that they exchange. Give the optimizer all "
-    "groups before DistributedOptimizer, with requires_grad_(False) for parameters that train later. Or add the group "
-    "to the optimizer that you wrapped, and wrap it again: DistributedOptimizer(optimizer, model=model)"
+    "add_param_group() must be called before DistributedOptimizer, because ranks have agreed on the parameters to "
+    "exchange. Pass all groups first, with requires_grad_(False) for parameters that train later; or add the group "
+    "to the wrapped optimizer, and wrap it again: DistributedOptimizer(optimizer, model=model)"
 )
 _made = 0
-"""Optimizers of this process so far."""
+"""Number of optimizers created in this process."""
 _alive: list[weakref.ref[DistributedOptimizer]] = []
-"""In the order in which they came. Hooks on its parameters keep each alive as long as these are, on all ranks."""
+"""Optimizers in the order of creation. On all ranks, hooks on its parameters keep each alive as long as the
+parameters."""
 
 
 def _agreed_title(world: World) -> str:
-    """Return what begins the names of all that an optimizer sends, unlike any other's of these ranks. Collective."""
+    """Return the prefix of the names of an optimizer's messages, unique among these ranks. Collective."""
     global _made
     number = max(world.allgather_object(_made, name="optimizer.number"))
     _made = number + 1
@@ -67,9 +68,9 @@ def _agreed_title(world: World) -> str:
 
 
 def _take_over(optimizer: DistributedOptimizer) -> None:
-    """Let every earlier one of one of the same parameters go: two would average the same gradients twice.
+    """Release earlier optimizers with some of the same parameters, because two would average the same gradients twice.
 
-    A script wraps parameters once more as for another phase of training.
+    A script may wrap parameters again, e.g. for another phase of training.
     """
     own = optimizer.parameters()
     for reference in list(_alive):
@@ -104,26 +105,26 @@ class OptimizerWrapper(torch.optim.Optimizer):
     freezer: Freezer
 
     def _stand_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin; in place of `Optimizer.__init__`, which would make groups of its own."""
+        """Initialise in place of `Optimizer.__init__`, which would create separate groups."""
         self._inner = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
+        """Return the wrapped optimizer's state_dict, with every parameter in its group; frozen ones have no state."""
         with self.freezer.prefix.all_parameters():
             return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
+        """Load the wrapped optimizer's state, which may have been saved without hvfreeze."""
         with self.freezer.prefix.all_parameters():
             self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: all ranks have agreed on the parameters that they exchange."""
+        """Raise UsageError: all ranks have agreed on the parameters to exchange."""
         raise UsageError(ADDED_GROUP)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: a copy, pickled or not, would average gradients that belong to this one."""
-        raise UsageError("a DistributedOptimizer cannot be copied, pickled or saved whole: keep its state_dict()")
+        """Raise UsageError: a copy, pickled or not, would average this one's gradients."""
+        raise UsageError("a DistributedOptimizer cannot be copied, pickled or saved as a whole; save its state_dict()")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -155,63 +156,70 @@ class DistributedOptimizer(OptimizerWrapper):
     It has the wrapped optimizer's groups, state, state_dict and methods. With one process it is plain PyTorch, bit for
     bit, until a block is frozen.
 
-    Rank 0 tells by the logger `hvfreeze` of the first vote and of each that moves the cut, of all others at level
-    DEBUG; in lines on standard error where the script has configured no logging.
+    Rank 0 logs the first vote and each change of the cut by the logger `hvfreeze`, and other votes at level DEBUG. If
+    the script has configured no logging, lines go to standard error.
 
-    Making one divides `model` into blocks where that can be done before it runs, and starts Horovod where the script
-    has not. Any other model is divided by what its first forward pass in training calls, on rank 0 for all. One that
-    has no two blocks trains with nothing frozen, and a line says why. Collective: every rank of the job must make one.
+    The constructor divides `model` into blocks if that is possible without running it, and starts Horovod if the script
+    has not. Other models are divided by the modules that their first forward pass in training calls, on rank 0 for all
+    ranks. A model with fewer than two blocks is trained without freezing, which is logged. Collective: every rank of
+    the job must create one.
 
     Args:
-        optimizer: any torch optimizer but LBFGS, over parameters of `model` or others. What `requires_grad` a
-            script switches off and on between steps is followed.
-        named_parameters: as Horovod's, and checked alike; not needed, because `model` has the names.
+        optimizer: any torch optimizer except LBFGS, over parameters of `model` or others. A script may switch
+            `requires_grad` off and on between steps.
+        named_parameters: as in Horovod, with the same checks; not needed, because `model` has the names.
         compression: none, fp16 or powersgd:R, or Horovod's own `hvd.Compression.fp16`.
-        backward_passes_per_step: backward passes before each `step`, whose gradients are added up.
-        op: `hvd.Average` (None too) or `hvd.Sum`.
-        gradient_predivide_factor: as Horovod's: gradients are divided by it before they are summed, and their sum
-            by the number of ranks over it.
+        backward_passes_per_step: backward passes before each `step`, whose gradients are accumulated.
+        op: `hvd.Average` (or None) or `hvd.Sum`.
+        gradient_predivide_factor: as in Horovod: gradients are divided by it before they are summed, and their sum by
+            the
+            number of ranks over it.
         num_groups: as `groups`.
-        groups: as Horovod's, and checked alike; without effect, because gradients travel in buckets in any case.
-        sparse_as_dense: as Horovod's: sparse gradients travel dense.
-        process_set: as Horovod's: the ranks that exchange gradients and vote. Others train alone, nothing frozen.
-        model: any module; it is trained by calling it as ever.
-        steps_per_epoch: optimizer steps in an epoch, equal on all ranks. By default the length of the DataLoader that
-            the script reads in its first step, on rank 0; without a length, the steps of the first pass. Votes are held
-            twice an epoch; every `INTERVAL_STEPS` steps if nothing is known. Criteria that follow a schedule need it.
-        num_epochs: how long training lasts; likewise.
-        blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in
-            forward order, as NAME,NAME,... or a list.
-        example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its
-            blocks at once.
+        groups: as in Horovod, with the same checks; without effect, because gradients are exchanged in buckets anyway.
+        sparse_as_dense: as in Horovod: sparse gradients are exchanged dense.
+        process_set: as in Horovod: the ranks that exchange gradients and vote. Other ranks train alone, without
+            freezing.
+        model: any module; the script trains it by calling it as before.
+        steps_per_epoch: optimizer steps per epoch, equal on all ranks. By default the length of the DataLoader that the
+            script reads in its first step, on rank 0; if that has no length, the steps of the first pass. Votes are
+            held
+            twice an epoch, or every `INTERVAL_STEPS` steps if the epoch length is unknown. Criteria that follow a
+            schedule
+            need it.
+        num_epochs: length of training; criteria that follow a schedule need it.
+        blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in forward
+            order, as NAME,NAME,... or a list.
+        example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its blocks at
+            once.
         settings: criterion, guards, weights and quorum of the votes. The criterion is coherence if other settings are
-            given but not `freeze`; `FreezeConfig()` and `freeze="none"` hold no votes.
+            given
+            but not `freeze`; `FreezeConfig()` and `freeze="none"` hold no votes.
         voter: this rank's shard, for votes weighted by it.
-        world: the ranks; None is all of the job.
+        world: the ranks; None is all ranks of the job.
 
     Attributes:
         freezer: the `Freezer`; `freezer.cut` is the number of frozen blocks.
         world: the ranks that exchange gradients and vote.
 
     Raises:
-        UsageError: the settings fit neither the model nor the world, or ranks were given different ones.
-        ArgumentError: `named_parameters` lacks some or has a name twice; a ValueError too, as Horovod's.
+        UsageError: the settings do not fit the model or the world, or differ between ranks.
+        ArgumentError: `named_parameters` lacks some or has a name twice; it is a ValueError too, as Horovod's.
     """
 
     _step_supports_amp_scaling = True
     """PyTorch's protocol: `GradScaler.step` sets `grad_scale` and `found_inf` before it calls `step`."""
     _synchronized = False
-    """Whether this step's gradients are averages already."""
+    """Whether this step's gradients are already averaged."""
     _skips = False
     """Whether the script is inside `skip_synchronize`."""
     _began = False
-    """Whether ranks are known to have begun with equal parameters."""
+    """Whether ranks are known to have started with equal parameters."""
     _created: frozenset[Tensor] = frozenset()
     """Parameters whose state was created for `hvd.broadcast_optimizer_state`."""
     _told = False
-    """Whether a vote was told."""
+    """Whether a vote has been logged."""
     _loss: float | None = None
-    """This step's, where the script has reported it."""
+    """This step's loss, if the script has reported it."""
     _elsewhere: ChangedElsewhere | None = None
 
     def __init__(
@@ -284,7 +292,7 @@ class DistributedOptimizer(OptimizerWrapper):
         exchange.tell_if_grouped(self.world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, also one that it saved without hvfreeze."""
+        """Load the wrapped optimizer's state, which may have been saved without hvfreeze."""
         super().load_state_dict(state_dict)
         give_buffers(
             self._inner, {parameter for parameter in self.parameters() if not self._inner.state.get(parameter)}
@@ -292,40 +300,40 @@ class DistributedOptimizer(OptimizerWrapper):
         self._created = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, with every parameter in its group; frozen ones have no state."""
+        """Return the wrapped optimizer's state_dict, with every parameter in its group; frozen ones have no state."""
         if self._inner.state and is_broadcast():
             # Ranks that have loaded none create all of it, and blocks that were frozen when it was saved have none.
             self._create_state()
         return super().state_dict()
 
     def parameters(self) -> set[Tensor]:
-        """Return all that it updates, the frozen ones too."""
+        """Return all parameters that it updates, including frozen ones."""
         made = "freezer" in vars(self)
         groups = self.freezer.prefix.groups if made else [group["params"] for group in self._inner.param_groups]
         return {parameter for group in groups for parameter in group}
 
     def let_go(self) -> None:
-        """Leave all parameters alone from now on, none of them frozen; `step` is refused then."""
+        """Release all parameters, unfrozen; `step` is refused afterwards."""
         if self.freezer.cut:
             self.freezer.prefix.move(Move(0, self.freezer.step, 0))
         self.reducer.release()
         self._loss_scale.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; in any place but between a backward pass and `synchronize` or `step`.
+        """Clear the gradients; not allowed between a backward pass and `synchronize` or `step`.
 
         Raises:
-            UsageError: gradients of this step are on their way already.
+            UsageError: gradients of this step are already being averaged.
         """
         if self.reducer.exchanging:
             raise UsageError(
-                "zero_grad() between backward() and step(): the gradients are on their way to the other ranks; call it "
-                "before the backward pass or after step()"
+                "zero_grad() must not be called between backward() and step(), because the gradients are being "
+                "averaged; call it before the backward pass or after step()"
             )
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is the average over ranks: before gradients are clipped, for example.
+        """Wait until every gradient is the average over ranks, e.g. before gradients are clipped.
 
         Collective: every rank must call this, at most once between its backward passes and `step`.
 
@@ -348,7 +356,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let a `step` inside take the gradients as `synchronize` and the script have left them."""
+        """Make a `step` inside the context use the gradients as `synchronize` and the script have left them."""
         self._skips = True
         try:
             yield
@@ -356,19 +364,19 @@ class DistributedOptimizer(OptimizerWrapper):
             self._skips = False
 
     def report_loss(self, loss: float) -> None:
-        """Tell this step's mean loss, before `step`; needed where votes are weighted by the loss."""
+        """Report this step's mean loss, before `step`; needed if votes are weighted by the loss."""
         self._loss = float(loss)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the averaged gradients, update the parameters that train, and vote when a vote is due.
 
-        Collective: every rank must call this, with as many steps as the others.
+        Collective: every rank must call this, and make as many steps as the others.
 
         Args:
-            closure: as the wrapped optimizer's; it makes the backward pass.
+            closure: as for the wrapped optimizer; it runs the backward pass.
 
         Returns:
-            What the wrapped optimizer's `step` returns.
+            The result of the wrapped optimizer's `step`.
 
         Raises:
             UsageError: `skip_synchronize` without `synchronize`, or a vote weighted by the loss without `report_loss`.
@@ -396,7 +404,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return result
 
     def follow_epochs(self, steps: int) -> None:
-        """Hold votes by the length of an epoch, `steps` on all ranks, unless it is known. Not a collective."""
+        """Schedule votes by an epoch length of `steps` on all ranks, unless it is known. Not a collective."""
         if self._epoch is not None:
             self._epoch = None
             settings = self.freezer.settings
@@ -404,7 +412,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._tell_plan()
 
     def _learn_epoch(self) -> None:
-        """Find out how long an epoch is, while that is not known. Collective."""
+        """Determine the epoch length while it is unknown. Collective."""
         if self._epoch is None:
             return
         found, waits = None, False
@@ -419,10 +427,10 @@ class DistributedOptimizer(OptimizerWrapper):
             self._tell_plan()
 
     def _tell_plan(self) -> None:
-        """Log when votes are held, or what else the settings say."""
+        """Log when votes are held, or the effect of other settings."""
         settings, cadence = self.freezer.settings, self.freezer.cadence
         if settings.freeze == "none":
-            tell(self.world, "nothing will be frozen: settings has freeze 'none'")
+            tell(self.world, "no block will be frozen: settings has freeze 'none'")
         elif not settings.votes:
             tell(self.world, "frozen from the start: %s", plural(self.freezer.cut, "block"))
         elif cadence.steps_per_epoch is not None:
@@ -433,34 +441,34 @@ class DistributedOptimizer(OptimizerWrapper):
             first = "at the end of the first epoch" if known is None else f"after step {known or cadence.interval}"
             tell(
                 self.world,
-                "votes by %s: the first %s; the first step shows how long an epoch is",
+                "votes by %s: the first %s; the first step determines the epoch length",
                 settings.freeze,
                 first,
             )
         else:
             tell(
                 self.world,
-                "votes by %s: %s; the length of an epoch is not known: give steps_per_epoch= for two votes an epoch",
+                "votes by %s: %s; the epoch length is unknown; pass steps_per_epoch= for two votes per epoch",
                 settings.freeze,
                 cadence.described(),
             )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Expect so many backward passes before each `step` from now on."""
+        """Expect this many backward passes before each `step` from now on."""
         self.reducer.backward_passes_per_step = passes
 
     def freezer_state_dict(self) -> dict[str, Any]:
-        """Return this rank's cut, its history and what it observed since the last vote. Not a collective."""
+        """Return this rank's cut, its history and its observations since the last vote. Not a collective."""
         state = {"freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
         epoch = self.freezer.cadence.steps_per_epoch
         where = {"rank": self.world.rank, "size": self.world.size}
         return {**where, "blocks": self._blocks.description, "steps_per_epoch": epoch, **state}
 
     def load_freezer_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the cut that `freezer_state_dict` found; before or after the model and the optimizer are loaded.
+        """Load a `freezer_state_dict`; before or after the model and the optimizer are loaded.
 
-        Exact where every rank loads its own. Where all load one rank's, what was observed since the last vote counts
-        no more. Collective: every rank must call this.
+        Exact if every rank loads its own. If all load one rank's, observations since the last vote are dropped.
+        Collective: every rank must call this.
         """
         mine = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
         whole = all(self.world.allgather_object(mine, name="freezer.load"))
@@ -482,20 +490,20 @@ class DistributedOptimizer(OptimizerWrapper):
             if not self._skips:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): gradients are averaged already, and are not once more",
+                    "optimizer.synchronize(): gradients are already averaged and will not be averaged again",
                     stacklevel=3,
                 )
             return
         if self.world.size > 1 and scaled:
             raise UsageError(
-                "GradScaler.step() without synchronize() before it, which scales gradients that are on their way to "
-                "the other ranks: call optimizer.synchronize() after the backward pass, and GradScaler.step(optimizer) "
+                "GradScaler.step() must follow synchronize(), because it would scale gradients that are being "
+                "averaged; call optimizer.synchronize() after the backward pass, and GradScaler.step(optimizer) "
                 "inside optimizer.skip_synchronize()"
             )
         if self._skips and self.world.size > 1:
             raise UsageError(
-                "step() inside skip_synchronize() without synchronize() before it: each rank would follow its own "
-                "gradients; call synchronize() first"
+                "step() inside skip_synchronize() must follow synchronize(); without it each rank would use its "
+                "own gradients"
             )
         self.synchronize()
 
@@ -507,7 +515,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def _vote(self, *, scale: float) -> None:
         if self.freezer.settings.vote_weight == "loss" and self._loss is None:
             raise UsageError(
-                "--vote-weight (loss) needs the loss: call optimizer.report_loss(loss.item()) before step()"
+                "--vote-weight (loss) needs the loss; call optimizer.report_loss(loss.item()) before step()"
             )
         self._blocks.settle(self.freezer)
         self._heed_others()
@@ -520,7 +528,7 @@ class DistributedOptimizer(OptimizerWrapper):
             tell(self.world, "step %d: %s", decision.step, outcome(decision, self.freezer.chain), level=level)
 
     def _heed_others(self) -> None:
-        """Freeze no block of which something else changes parameters, and say so once."""
+        """Do not freeze blocks whose parameters other code changes, and log that once."""
         if self._elsewhere is None:
             self._elsewhere = ChangedElsewhere(self.freezer.prefix)
         if self.freezer.settings.freeze == "none" or not self.freezer.cadence.votes(self.freezer.step + 1):
@@ -530,7 +538,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self.freezer.limit, name = found
             tell(
                 self.world,
-                "block %s and those behind it will not be frozen: something besides this optimizer changes %s",
+                "block %s and later blocks will not be frozen, because other code than this optimizer changes %s",
                 self.freezer.chain.blocks[found[0]].name,
                 name,
                 level=logging.WARNING,

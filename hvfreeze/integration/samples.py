@@ -1,4 +1,4 @@
-"""The samples behind a script's DataLoader: the identity of its data, and its batches by number."""
+"""The samples behind a script's DataLoader: the identity of its data, and its batches by sample number."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from hvfreeze.prefix.operations import Description
 
 Ids = NDArray[np.int64]
 Split = Callable[[Any], tuple[Inputs, Any]]
-"""(a batch as the loader gives it) -> the model's inputs, and the rest: labels, for example."""
+"""(a batch of the loader) -> the model's inputs, and the rest, e.g. labels."""
 
 
 def inputs_and_labels(batch: Any) -> tuple[Inputs, Any]:
-    """Return the inputs and the labels of a batch: all but the last, and the last.
+    """Return the inputs and the labels of a batch: all entries except the last, and the last.
 
     Raises:
-        UsageError: it is not a sequence of at least two.
+        UsageError: the batch is not a sequence of at least two entries.
     """
     if not isinstance(batch, Sequence) or len(batch) < 2:
         raise UsageError(
-            f"a batch is a {type(batch).__name__}: give split=, a function from it to the model's inputs and the labels"
+            f"a batch is a {type(batch).__name__}; pass split=, a function that returns the model's inputs and the "
+            "labels of a batch"
         )
     return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
 
 
 class Samples:
-    """What a loader reads, by sample number and view.
+    """The samples of a loader, by sample number and view.
 
     Args:
         loader: over a map-style data set, with batches of one size.
-        split: takes a batch apart.
-        num_views: views of each sample; random draws in the data set depend on the sample and its view alone.
-        seed: of these draws.
+        split: divides a batch into inputs and labels.
+        num_views: views of each sample; random draws in the data set depend only on the sample and its view.
+        seed: seed of these draws.
 
     Raises:
         UsageError: the loader has no batches of numbered samples.
@@ -61,13 +62,12 @@ class Samples:
         rows = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or not isinstance(rows, int):
             raise UsageError(
-                "a cached loader needs numbered samples in batches of one size: a map-style data set, and batch_size= "
-                "or a batch_sampler that has one"
+                "CachedLoader needs a map-style data set, and batch_size= or a batch_sampler with a fixed batch size"
             )
         try:
             len(loader)
         except TypeError as error:
-            raise UsageError(f"a cached loader needs a sampler with a length, of one epoch ({error})") from error
+            raise UsageError(f"CachedLoader needs a sampler with a length, one epoch long ({error})") from error
         self.loader, self.batch_rows, self.num_views = loader, rows, num_views
         self._split, self._numbered = split, _Numbered(loader.dataset, seed if num_views > 1 else None)
         self._expected: list[list[tuple[int, int]]] = []
@@ -77,10 +77,10 @@ class Samples:
         return len(self._numbered)
 
     def epoch(self) -> list[Ids]:
-        """Return the samples of each batch of an epoch, and draw at random what the loader itself would draw.
+        """Return the samples of each batch of an epoch, with the random draws that the loader itself would make.
 
         Raises:
-            UsageError: the sampler goes on beyond its length, perhaps for ever.
+            UsageError: the sampler yields more than its length, perhaps without end.
         """
         torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         assert self.loader.batch_sampler is not None
@@ -89,18 +89,18 @@ class Samples:
         ]
         if len(batches) > len(self.loader):
             raise UsageError(
-                f"the loader's sampler gives more batches than the {len(self.loader)} of its length: a cached loader "
-                "needs one that ends with the epoch"
+                f"the sampler yields more batches than its length of {len(self.loader)}; CachedLoader needs a "
+                "sampler that ends with the epoch"
             )
         return batches
 
     def some(self) -> tuple[Ids, Ids]:
-        """Return a batch's worth of samples, those with the lowest numbers, in their first view."""
+        """Return one batch of samples, those with the lowest numbers, in their first view."""
         ids = np.resize(np.arange(len(self), dtype=np.int64), self.batch_rows)
         return ids, np.zeros_like(ids)
 
     def expect(self, batches: Sequence[tuple[Ids, Ids]]) -> None:
-        """Read these (samples, views) next, in this order, in as many workers as the loader has."""
+        """Read these (samples, views) next, in this order, with as many workers as the loader has."""
         self._expected = [[*zip(ids.tolist(), views.tolist())] for ids, views in batches]
         loader, self._reading = self.loader, None
         if self._expected and loader.num_workers:
@@ -118,7 +118,7 @@ class Samples:
             )
 
     def load(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
-        """Return the inputs and the rest of these samples in these views; global random state stays as it is."""
+        """Return the inputs and the rest of these samples in these views; global random state is restored."""
         wanted = [*zip(ids.tolist(), views.tolist())]
         with own_draws():
             if self._reading is not None and self._expected and self._expected[0] == wanted:
@@ -129,7 +129,7 @@ class Samples:
             return self.assemble([self._numbered[pair] for pair in wanted])
 
     def read(self, ids: Ids, view: int, *, seed: int) -> list[Any]:
-        """Return these samples as the data set gives them; what they draw at random follows from `seed`."""
+        """Return these samples from the data set; their random draws depend on `seed`."""
         with own_draws(seed):
             return [self._numbered[sample, view] for sample in ids.tolist()]
 
@@ -140,14 +140,14 @@ class Samples:
 
 
 def _plain(value: Any) -> Any:
-    """Return the same with every mapping in it as a dict: PyTorch takes any other, as of a tokenizer, for a leaf."""
+    """Return the same with every mapping as a dict, because PyTorch takes others, such as a tokenizer's, for leaves."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 class _Numbered(Dataset[Any]):
-    """A data set by (sample, view)."""
+    """A data set indexed by (sample, view)."""
 
     def __init__(self, samples: Any, seed: int | None) -> None:
         self._samples, self._seed = samples, seed
@@ -164,7 +164,7 @@ class _Numbered(Dataset[Any]):
 
 @contextmanager
 def own_draws(*seed: int) -> Iterator[None]:
-    """Put the random states of torch, numpy and Python back as they were; inside they start from `seed`, if given."""
+    """Restore the random states of torch, numpy and Python after the context; inside, `seed` sets them if given."""
     python, numbers = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -188,28 +188,31 @@ class Remembered:
         self._spec: TreeSpec | None = None
 
     def put(self, ids: Ids, views: Ids, values: Any) -> None:
-        """Keep what belongs to these rows: tensors (B, ...) in any nesting.
+        """Store the tensors of these rows: (B, ...) in any nesting.
 
         Raises:
-            UsageError: there is something else among them, or their shapes are not those of other batches.
+            UsageError: some are not tensors, or their shapes differ from those of other batches.
         """
         leaves, spec = tree_flatten(values)
         rows = self._rows(ids, views)
         if not all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == len(ids) for leaf in leaves):
-            raise UsageError("labels and inputs must be tensors with one row a sample; give split= to name others")
+            raise UsageError("labels and inputs must be tensors with one row per sample; pass split= to select them")
         if self._spec is None:
             self._spec = spec
             self._columns = [torch.empty(len(self._known), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
         if spec != self._spec:
-            raise UsageError(f"labels or inputs come as {spec}, in the batch before as {self._spec}: give split=")
+            raise UsageError(
+                f"labels or inputs have the structure {spec}, but {self._spec} in the previous batch; "
+                "pass split= to return the same structure for every batch"
+            )
         if any(column.shape[1:] != leaf.shape[1:] for column, leaf in zip(self._columns, leaves, strict=True)):
-            raise UsageError("labels or inputs have another shape than in the batch before: pad them to one length")
+            raise UsageError("labels or inputs have another shape than in the previous batch; pad them to one length")
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[rows] = leaf
         self._known[rows] = True
 
     def get(self, ids: Ids, views: Ids) -> Any:
-        """Return what `put` kept, None where a row is not known."""
+        """Return what `put` stored, None if a row is unknown."""
         rows = self._rows(ids, views)
         if self._spec is None or not bool(self._known[rows].all()):
             return None
@@ -221,28 +224,29 @@ class Remembered:
 
 SAMPLES_SHOWN = 16
 LOOKS = 64
-"""Batches in other orders and with other draws by which it is found out whether a row depends on its sample alone: what
-happens to every tenth batch escapes once in 850 times, and to every second one never."""
+"""Batches, in other orders and with other draws, that test whether a row depends only on its sample. A change of every
+tenth batch is missed once in 850 times, one of every second batch never."""
 DRAWS = 3
-"""Times that each of 32 samples is read: what happens to every tenth sample escapes once in 20 000 times."""
+"""Reads of each of 32 samples. A change of every tenth sample is missed once in 20,000 times."""
 
 BATCHWISE = (
-    "the loader's collate_fn (or split=) makes a sample's row from its neighbours in the batch, or draws at random: "
-    "activations cannot be cached by sample. Draw and pad in the data set, and mix what CachedLoader gives, as in "
-    "rows, labels = v2.MixUp(num_classes=N)(rows, labels)"
+    "a row depends on its batch: collate_fn (or split=) combines samples or draws random numbers, so activations "
+    "cannot be cached by sample. Draw and pad in the data set, and mix the rows of CachedLoader, as in rows, "
+    "labels = v2.MixUp(num_classes=N)(rows, labels)"
 )
-DRAWN = "the data set gives another sample when it is asked for the same one again, and activations cannot be cached: "
-WITHOUT_VIEWS = "give views=K, and its random draws become K fixed views of each sample"
-WITH_VIEWS = "views fix what it draws from torch, numpy and random themselves, but not from generators of its own"
+DRAWN = "the data set returns a different sample when the same one is read twice, so activations cannot be cached; "
+WITHOUT_VIEWS = "pass views=K to draw K fixed views of each sample"
+WITH_VIEWS = "views=K fixes draws from torch, numpy and random, but not from the data set's own generators"
 
 
 def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
-    """Return what must match before rows of this data set may be used.
+    """Return the identity of a data set, which must match before its rows may be used.
 
     Args:
-        samples: the loader's.
-        name: what the user calls the data set; None takes its class, its code, its settings, and sizes and times of the
-            files that these name.
+        samples: the loader's samples.
+        name: the user's name of the data set; None uses its class, code and settings, and sizes and times of the files
+            that
+            these name.
 
     Raises:
         UsageError: a row does not depend on its sample alone.
@@ -253,7 +257,7 @@ def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
 
 
 def check_rows(samples: Samples) -> None:
-    """Check that rows depend on their samples alone: not on neighbours in the batch, nor on random draws.
+    """Check that rows depend on their samples alone: not on the rest of the batch, nor on random draws.
 
     Raises:
         UsageError: some do.
@@ -280,28 +284,28 @@ def check_rows(samples: Samples) -> None:
 
 
 def check_unchanged(samples: Samples, identity: Mapping[str, JSON], *, seed: int) -> None:
-    """Look again at a few samples of the data set, whose `data_identity` was `identity`, with draws by `seed`.
+    """Compare a few samples of the data set with its `identity` from `data_identity`, with draws by `seed`.
 
     Raises:
-        UsageError: they are others now, as where a script tells its data set of each epoch.
+        UsageError: they have changed, e.g. because a script passes the epoch to its data set.
     """
     if len(samples) != identity["size"] or _look(samples, seed=seed) != identity["samples"]:
         raise UsageError(
-            "the data set gives other samples than when its CachedLoader was made, so that activations that are kept "
-            "are not theirs: give store=False, or make another CachedLoader once it has changed"
+            "the data set has changed since its CachedLoader was created, so cached activations would be wrong; "
+            "pass store=False, or create another CachedLoader after each change"
         )
 
 
 def description_of(dataset: Any) -> str:
-    """Return a digest of a data set's class, code and settings, and of the size and time of each file they name."""
+    """Return a digest of a data set's class, code and settings, and of size and time of each file they name."""
     return hashlib.sha256(canonical(_DataDescription({}).of(dataset)).encode()).hexdigest()
 
 
 class _DataDescription(Description):
-    """Describes a data set by all that it holds; a tensor by its content, a handle by its class alone."""
+    """Describes a data set by all of its attributes; tensors by their contents, handles by their class."""
 
     def of(self, value: Any) -> JSON:
-        """Return what is to be known of `value`; of a file's name what is known of the file too."""
+        """Return the description of `value`; for a file name, that of the file too."""
         if not isinstance(value, (str, os.PathLike)):
             return super().of(value)
         name = os.fspath(value)
@@ -324,7 +328,7 @@ class _DataDescription(Description):
 
 
 def _look(samples: Samples, *, seed: int) -> str:
-    """Return a digest of a few samples spread over the data set; what they draw at random follows from `seed`."""
+    """Return a digest of a few samples spread over the data set; their random draws depend on `seed`."""
     ids = evenly(np.arange(len(samples)), min(samples.batch_rows, SAMPLES_SHOWN))
     with own_draws(seed):
         return _digest(samples.load(ids, np.zeros_like(ids)))
@@ -336,7 +340,7 @@ def _digest(batch: Any) -> str:
 
 
 def _copy_of(sample: Any) -> Any:
-    """Return a copy, because a collate_fn may change what it is given; the same where it cannot be copied."""
+    """Return a copy, because a collate_fn may change its input; the object itself if it cannot be copied."""
     try:
         return copy.deepcopy(sample)
     except Exception:  # the user's objects may fail in any way

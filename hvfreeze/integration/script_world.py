@@ -1,4 +1,4 @@
-"""The world of a script that somebody wrote for Horovod, started here or running already, and what its user is told."""
+"""The world of a Horovod script, started here or already running, and log lines for its user."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hvfreeze.errors import HvfreezeError, UsageError
 
 HOROVOD = "horovod.torch"
 GRACE_SECONDS = 3.0
-"""How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
+"""Seconds that other ranks wait for rank 0's message, if all are likely to print the same."""
 
 
 @dataclass
 class _Transfer:
-    """A sum over ranks that waits for those before it, is on its way, or has arrived."""
+    """An allreduce that waits for earlier ones, is running, or is complete."""
 
     tensor: Tensor
     name: str
@@ -42,12 +42,12 @@ class _Transfer:
 class RunningWorld(HorovodWorld):
     """One rank of a job in which the script has called `hvd.init()` itself, or of one of its process sets.
 
-    Horovod then fuses what waits at the same moment, and fused sums depend on timing. So sums start one after another,
-    those of all optimizers of the script: Horovod carries them out one by one in any case.
+    Horovod then fuses messages that wait at the same time, and fused sums depend on timing. So allreduces start one
+    after another, over all optimizers of the script; Horovod executes them one at a time anyway.
     """
 
     def __init__(self, hvd: Any, process_set: Any = None, *, beside: HorovodWorld | None = None) -> None:
-        """Begin among all ranks, or those of a process set; `beside` is another world of this process, if any."""
+        """Start among all ranks, or those of a process set; `beside` is another world of this process, if any."""
         if beside is None:
             self.mpi = start_mpi()
             # It asks nobody: the script may end MPI at any time.
@@ -63,7 +63,7 @@ class RunningWorld(HorovodWorld):
         self.local_rank, self.local_size = here.index(self.rank), len(here)
 
     def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
-        """Start to sum `tensor` over ranks, in place, when what was started before has arrived."""
+        """Start to sum `tensor` over ranks in place, when earlier allreduces are complete."""
         transfer = _Transfer(tensor, name)
         self._line.append(transfer)
         if self._line[0].started is not None and self._hvd.poll(self._line[0].started[0]):
@@ -72,11 +72,11 @@ class RunningWorld(HorovodWorld):
         return transfer
 
     def poll(self, handle: Any) -> bool:
-        """Return False: what is started early, when something has arrived, would start in another order elsewhere."""
+        """Return False: an early start after one has completed would change the order on other ranks."""
         return False
 
     def wait(self, handle: Any) -> Any:
-        """Return when the operation has ended, with its result; raise as in `HorovodWorld`."""
+        """Wait for the operation and return its result; raises like `HorovodWorld`."""
         if not isinstance(handle, _Transfer):
             return super().wait(handle)
         while not handle.arrived:
@@ -86,7 +86,7 @@ class RunningWorld(HorovodWorld):
         return handle.tensor
 
     def close(self) -> None:
-        """Leave Horovod together, as the script's own `hvd.shutdown()` would; a process set stays."""
+        """Leave Horovod together with all ranks, like the script's own `hvd.shutdown()`; a process set stays open."""
         self.barrier(name="close")
         if self.size == self._hvd.size():
             self._hvd.shutdown()
@@ -103,24 +103,27 @@ class RunningWorld(HorovodWorld):
 
 
 _opened: dict[tuple[int, ...], HorovodWorld] = {}
-"""The script's worlds, by the number of a process set and its ranks; the job's own by nothing."""
+"""The script's worlds by the number of a process set and its ranks; the whole job's by None."""
 
 
 def script_world(process_set: Any = None, *, rests: bool = True) -> World:
-    """Return the script's world, and start what it needs: Horovod too where the script has imported it.
+    """Return the script's world, and start Horovod if the script has imported it but not started it.
 
-    Collective: every rank of the job must call this, or of the process set.
+    Collective: every rank of the job, or of the process set, must call this.
 
     Args:
-        process_set: one of Horovod's that has been added; None is all ranks. A rank outside of it is alone.
-        rests: where torch's threads fill the nodes, Horovod rests longer if it is started here, and can then not be
-            started anew, as `World.among` needs it; else a line tells what to set. False where their number changes.
+        process_set: an added process set of Horovod; None is all ranks. A rank outside of it is a single process.
+        rests: lengthen Horovod's cycle time if torch's threads use all cores of the nodes and Horovod is started here.
+            Then
+            it cannot be restarted, as `World.among` needs. If it is already running, log what to set. False if the
+            number
+            of threads changes.
 
     Raises:
-        UsageError: a launcher started several tasks that cannot talk to each other, or the process set is not known.
+        UsageError: a launcher started several tasks that MPI does not connect, or the process set is unknown.
     """
     if process_set is not None and process_set.process_set_id is None:
-        raise UsageError(f"process_set ({process_set}) is not known to Horovod: hvd.add_process_set() comes before it")
+        raise UsageError(f"process_set ({process_set}) is unknown to Horovod; call hvd.add_process_set() first")
     hvd: Any = sys.modules.get(HOROVOD)
     if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
         return _running_world(hvd, None if process_set is hvd.global_process_set else process_set, rests)
@@ -156,9 +159,9 @@ def _running_world(hvd: Any, process_set: Any, rests: bool) -> World:
 
 
 def report_errors(world: World) -> None:
-    """Make an uncaught error on any rank end the whole job: an expected one with its message, others with a traceback.
+    """Make an uncaught error on any rank end the whole job: hvfreeze's own with a message, others with a traceback.
 
-    Expected are hvfreeze's own; the exit code is theirs. In an interactive session nothing changes.
+    The exit code is that of hvfreeze's error. In an interactive session nothing changes.
     """
     before = sys.excepthook
 
@@ -177,7 +180,7 @@ def report_errors(world: World) -> None:
 
 
 def _leave(world: World, error: HvfreezeError) -> None:
-    """Say what is wrong, once where all ranks know it, and end the job with the error's exit code."""
+    """Print an error, once if all ranks have it, and end the job with its exit code."""
     alone = world.size > 1 and not error.everywhere
     if alone and world.rank > 0:
         time.sleep(GRACE_SECONDS)
@@ -195,9 +198,8 @@ logger = logging.getLogger("hvfreeze")
 def tell(world: World, message: str, *arguments: object, level: int = logging.INFO) -> None:
     """Log a line by the logger `hvfreeze`, on rank 0. Not a collective.
 
-    Where the script has configured logging, its handlers and levels decide what becomes of the line. Where it has not,
-    logging itself would drop what is below a warning, and what is not below INFO, or the logger's own level, goes to
-    standard error through a handler of its own.
+    If the script has configured logging, its handlers and levels apply. If not, logging itself would drop lines below
+    WARNING, so lines from INFO (or the logger's own level) on go to standard error through a separate handler.
     """
     if world.rank > 0:
         return

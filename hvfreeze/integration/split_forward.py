@@ -1,8 +1,8 @@
-"""The halves of a model that runs as it is written: its own forward pass up to a cut, or from there on.
+"""The two halves of a model that is not a chain: its own forward pass up to a cut, and from there on.
 
-Before the cut, the pass is left when the last frozen part has answered. Behind it, frozen parts do not run: the last
-one gives what it is told, the others something of the right shape, which nobody may look at. `check` finds out
-whether anybody does.
+Before the cut, the pass ends when the last frozen part has returned. Behind it, frozen parts do not run: the last one
+returns a given output, the others tensors of the right shape that the model must not use. `check` finds out whether it
+does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hvfreeze.prefix.splits import prefix_digest
 
 
 class _Reached(Exception):
-    """The last part before a cut has answered."""
+    """Raised when the last part before a cut has returned."""
 
 
 class SplitForward(Halves):
-    """The halves of a traced model; `check` finds out whether the second needs inputs of a floating type.
+    """The halves of a traced model; `check` finds out whether the second needs floating-point inputs.
 
-    Others, such as tokens and masks, it is always given.
+    Other inputs, such as tokens and masks, are always given to it.
     """
 
     runs_inside = True
@@ -41,7 +41,7 @@ class SplitForward(Halves):
         super().__init__(chain)
         self._answers: dict[str, Any] = {}
         self._fixed: set[str] = set()
-        """Parts that give the same shape for any number of samples, such as positions'."""
+        """Parts whose output shape does not depend on the number of samples, such as positional embeddings."""
         self._copies = False
         self.needs_inputs = True
         self._leaves: list[Any] = []
@@ -50,7 +50,7 @@ class SplitForward(Halves):
     def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
         """Return the output of blocks start..stop-1, (B, ...), for `x`, the input of block `start`, unused at 0.
 
-        Raises UsageError where the last of these blocks gives no single tensor.
+        Raises UsageError if the last of these blocks returns several tensors or none.
         """
         module, reached = self._last(stop), list[Any]()
         forward = module.forward
@@ -67,36 +67,36 @@ class SplitForward(Halves):
             stack.enter_context(suppress(_Reached))
             call(self._chain.model, inputs)
         if not reached:
-            raise UsageError(f"block {self._chain.blocks[stop - 1].name} was not called by the forward pass")
+            raise UsageError(f"block {self._chain.blocks[stop - 1].name} was not called in the forward pass")
         self._answers[self._parts(start, stop)[-1]] = tree_map(_meta, reached[0])
         return self._single(reached[0], stop)
 
     def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
-        """Run the model with its first blocks' answer given."""
+        """Run the model with a given output of its first blocks."""
         given = iter(kept)
         assert self._spec is not None
         leaves = [next(given) if leaf is None else _unseen(leaf, len(x)) for leaf in self._leaves]
         return self._behind(x, tree_unflatten(leaves, self._spec), cut)
 
     def kept(self, inputs: Inputs) -> list[Tensor]:
-        """Return all tensors, but for numbers of a floating type that nobody looks at."""
+        """Return all tensors except floating-point inputs that the second half does not use."""
         leaves, self._spec = tree_flatten(inputs)
         given = [isinstance(leaf, Tensor) and (self.needs_inputs or not leaf.is_floating_point()) for leaf in leaves]
         self._leaves = [None if give else _meta(leaf) for leaf, give in zip(leaves, given)]
         return [leaf for leaf, give in zip(leaves, given) if give]
 
     def digest(self, cut: int) -> str:
-        """Return that of the first blocks, and of the buffers that belong to no block."""
+        """Return the digest of the first blocks, and of the buffers that belong to no block."""
         loose = [(name, self._chain.model.get_buffer(name)) for name in self._chain.loose_buffers]
         return prefix_digest(self._chain, cut) + digest_tensors(loose)
 
     @torch.no_grad()
     def check(self, inputs: Inputs, cut: int) -> None:
-        """See to it that both parts together give the bits of the whole, and find out what the second one needs.
+        """Check that both halves together give the bits of the whole, and find out what the second one needs.
 
-        Modules run in the modes that they are in; buffers and random state stay as they were. Raises UsageError where
-        the parts do not give what the whole gives: the model looks at what lies before the cut in another way than by
-        the output of the last block before it, or draws random numbers there.
+        Modules run in their current modes; buffers and random state are restored. Raises UsageError if the result
+        differs: the model uses values from before the cut other than the output of the last block, or draws random
+        numbers there.
         """
         chain = self._chain
         with _untouched(chain, cut):
@@ -107,14 +107,14 @@ class SplitForward(Halves):
         if not same:
             name = chain.blocks[cut - 1].name
             raise UsageError(
-                f"cut {cut}: the blocks of {type(chain.model).__name__} up to {name} and those behind it do not give "
-                "what its forward pass gives: something else reaches behind the cut, such as a skip connection, or "
-                "random numbers are drawn before it; name other blocks, or do without a cache"
+                f"cut {cut}: running {type(chain.model).__name__} up to {name} and then the remaining blocks gives "
+                "another output than its forward pass, e.g. because of a skip connection across the cut or random "
+                "numbers drawn before it; choose other blocks, or train without a cache"
             )
         self.needs_inputs = not self._gives(whole, first, tree_map(_hidden, inputs), cut)
 
     def _find_fixed(self, inputs: Inputs, cut: int) -> None:
-        """Find the frozen parts whose answers do not grow with the number of samples; changes no tensor."""
+        """Find the frozen parts whose output does not grow with the number of samples; changes no tensor."""
         answers, rows = dict(self._answers), len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
         longer = tree_map(lambda leaf: _with_one_more(leaf, rows), inputs)
         # A model may want batches of one size, and say so in any way; then all answers have that size.
@@ -124,7 +124,7 @@ class SplitForward(Halves):
         self._answers = answers
 
     def _behind(self, x: Tensor, inputs: Inputs, cut: int) -> Any:
-        """Return what the model gives for its inputs, where its first `cut` blocks give `x`, (B, ...)."""
+        """Return the model's output for its inputs, with `x`, (B, ...), as output of its first `cut` blocks."""
         with ExitStack() as stack:
             self._skip(stack, cut, x.clone() if self._copies else x)
             return call(self._chain.model, inputs)
@@ -141,7 +141,7 @@ class SplitForward(Halves):
         return _equal(whole, answer)
 
     def _skip(self, stack: ExitStack, cut: int, x: Any) -> None:
-        """Let the parts of the first `cut` blocks answer without running, the last of them with `x`, (B, ...)."""
+        """Make the parts of the first `cut` blocks return without running, the last of them `x`, (B, ...)."""
         if cut == 0:
             return
         *others, last = self._parts(0, cut)
@@ -180,7 +180,9 @@ class SplitForward(Halves):
         tensors = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
         if len(tensors) != 1:
             name = self._chain.blocks[cut - 1].name
-            raise UsageError(f"block {name} gives {len(tensors)} tensors; what is cached is one, (B, ...)")
+            raise UsageError(
+                f"block {name} returns {len(tensors)} tensors, but only one tensor of shape (B, ...) can be cached"
+            )
         return tensors[0]
 
 
@@ -195,7 +197,7 @@ def _meta(leaf: Any) -> Any:
 
 
 def _with_one_more(leaf: Any, rows: int) -> Any:
-    """Return a tensor of `rows` samples with the first of them once more."""
+    """Return a tensor of `rows` samples with the first one repeated."""
     return torch.cat([leaf, leaf[:1]]) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows else leaf
 
 
@@ -212,7 +214,7 @@ def _unseen(leaf: Any, rows: int) -> Any:
 
 
 def _nothing_like(leaf: Tensor) -> Tensor:
-    """Return a tensor of the same shape and type that shows who looks at it: NaN everywhere, in a single element."""
+    """Return a tensor of the same shape and type that reveals its use: NaN everywhere, in a single element."""
     return torch.full((), torch.nan, dtype=leaf.dtype).expand(leaf.shape)
 
 
@@ -223,7 +225,7 @@ def _seeded(seed: int, work: Callable[[], Any]) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Tell whether two answers of a model hold tensors of the same bits, and none that is not finite."""
+    """Return True if two outputs of a model have tensors of equal bits, without NaN or Inf."""
     first, second = ([leaf for leaf in tree_leaves(_plain(a)) if isinstance(leaf, Tensor)] for a in (one, other))
     return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -234,7 +236,7 @@ def _plain(answer: Any) -> Any:
 
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `module` answer with `forward` for a moment; its hooks run as ever."""
+    """Replace the forward pass of `module` inside the context; its hooks run as usual."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -248,7 +250,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _untouched(chain: TracedChain, cut: int) -> Iterator[None]:
-    """Put the buffers behind `cut` back as they were; those before it do not change."""
+    """Restore the buffers behind `cut` after the context; those before it do not change."""
     before = [(tensor, tensor.clone()) for _, tensor in chain.named_buffers(cut)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""A chain before and behind a cut."""
+"""The two parts of a chain, before and behind a cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Halves:
 
     Attributes:
         runs_inside: whether blocks run inside the model's own forward pass, which takes the inputs.
-        needs_inputs: whether the part behind the cut looks at numbers of a floating type among the inputs.
+        needs_inputs: whether the part behind the cut uses floating-point inputs.
     """
 
     runs_inside = False
@@ -29,9 +29,9 @@ class Halves:
         self._chain = chain
 
     def check(self, inputs: Inputs, cut: int) -> None:
-        """Raise UsageError where the parts at `cut` do not give what the model gives for `inputs`.
+        """Raise UsageError if the parts at `cut` do not give the model's output for `inputs`.
 
-        A chain was compared with its model when it was made.
+        A chain does nothing: it was compared with its model when it was created.
         """
 
     def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:
@@ -39,15 +39,15 @@ class Halves:
         return self._chain.run(x if isinstance(x, Tensor) else x[0], start, stop)
 
     def after(self, x: Tensor, kept: Sequence[Tensor], cut: int) -> Any:
-        """Return what the model gives, from the output `x` of its first `cut` blocks and what `kept` returned."""
+        """Return the model's output, from the output `x` of its first `cut` blocks and the result of `kept`."""
         return self._chain.run(x, cut, len(self._chain.blocks))
 
     def kept(self, inputs: Inputs) -> list[Tensor]:
-        """Return of these inputs what the part behind the cut is given, (B, ...) each; nothing in a chain."""
+        """Return the inputs that the part behind the cut needs, (B, ...) each; none in a chain."""
         return []
 
     def digest(self, cut: int) -> str:
-        """Return a digest of the tensors that the part before `cut` computes with."""
+        """Return a digest of the tensors that the part before `cut` uses."""
         return prefix_digest(self._chain, cut)
 
 

@@ -1,4 +1,4 @@
-"""The frozen prefix's output, read from the cache or computed.
+"""The output of the frozen prefix, read from the cache or computed.
 
 Imports `errors`, `config`, `model`, `comm`, `cache`, `data` and `runs`; never `freezing`.
 """

@@ -1,4 +1,4 @@
-"""Whether the rows of a cut are kept: measured on all ranks, decided on rank 0, told to all, and what came of it."""
+"""Decides whether to cache the rows of a cut, on rank 0 from measurements of all ranks; records the outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hvfreeze.prefix.splits import RowSource
 from hvfreeze.runs.clock import PhaseClock
 
 ROUNDED_TO = 9
-"""Digits of an epoch's parts, which are ratios of steps."""
+"""Decimal digits of fractions of an epoch, which are ratios of steps."""
 
 
 @dataclass
@@ -46,20 +46,20 @@ class PrefixTimer:
 
     cut: int = 0
     measured: float = 0.0
-    """Of a batch, when the cut was tried."""
+    """Seconds of a batch in the trial at this cut."""
     seconds: float = 0.0
     batches: int = 0
     spent: float = 0.0
-    """On all images and forwards so far, at whatever cut."""
+    """Seconds of all images and forward passes so far, at any cut."""
     _loading: float = 0.0
 
     def restart(self, cut: int) -> None:
-        """Begin anew at another cut."""
+        """Start again at another cut."""
         self.cut, self.measured, self.seconds, self.batches = cut, 0.0, 0.0, 0
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the block's seconds, in which the images of a batch are loaded."""
+        """Measure the block, which loads the images of a batch."""
         start = time.perf_counter()
         yield
         self._loading = time.perf_counter() - start
@@ -67,7 +67,7 @@ class PrefixTimer:
 
     @contextmanager
     def running(self, start: int, stop: int) -> Iterator[None]:
-        """Count the block's seconds, in which blocks start..stop-1 run: from images to the cut that is a batch."""
+        """Measure the block, which runs blocks start..stop-1; a run from the images to the cut is a batch."""
         began = time.perf_counter()
         yield
         took = time.perf_counter() - began
@@ -78,21 +78,21 @@ class PrefixTimer:
         self._loading = 0.0
 
     def seconds_per_batch(self) -> float:
-        """Return the mean over the batches computed from images at this cut, or what one took when it was tried."""
+        """Return the mean seconds of batches computed from images at this cut, or those of the trial."""
         return self.seconds / self.batches if self.batches else self.measured
 
 
 class Sums(NamedTuple):
-    """What one rank has done since it began."""
+    """Totals of one rank since it began."""
 
     rows_read: int = 0
-    """At whatever cut they lay."""
+    """Totals at all cuts."""
     seconds_saved: float = 0.0
 
 
 @dataclass(frozen=True)
 class CutPeriod:
-    """A plan, whether rows were kept for it, and what the rank had done when it was made."""
+    """A plan, whether rows were stored for it, and the rank's totals when it was made."""
 
     cut: int
     plan: Plan
@@ -102,7 +102,7 @@ class CutPeriod:
 
 @dataclass
 class Account:
-    """Seconds that the batches asked for would have taken from images, less what they took; period by period."""
+    """Seconds saved: those of the requested batches computed from images, minus the actual ones, per period."""
 
     timer: PrefixTimer
     counters: Counters
@@ -112,7 +112,7 @@ class Account:
     _took: float = 0.0
 
     def settle(self, cut: int) -> None:
-        """Count what was asked for since the last call, while the cut stood at `cut`."""
+        """Count the requests since the last call, while the cut was `cut`."""
         took = self.timer.spent + self.counters.read_seconds + self.counters.write_seconds
         if cut > 0:
             asked = self.counters.batches - self._batches
@@ -120,16 +120,16 @@ class Account:
         self._batches, self._took = self.counters.batches, took
 
     def begin(self, cut: int, plan: Plan, *, kept: bool) -> None:
-        """Note a plan; everything before it is settled."""
+        """Record a plan; the previous period is complete."""
         self.periods.append(CutPeriod(cut, plan, kept, self.sums))
 
     @property
     def sums(self) -> Sums:
-        """What was done up to the last settlement."""
+        """Totals up to the last `settle`."""
         return Sums(self.counters.rows_read + sum(self.counters.rows_advanced.values()), self._saved)
 
     def of_periods(self) -> list[Sums]:
-        """Return what was done in each period."""
+        """Return the totals of each period."""
         ends = [*(period.began for period in self.periods), self.sums][1:]
         return [
             Sums(end.rows_read - period.began.rows_read, end.seconds_saved - period.began.seconds_saved)
@@ -138,11 +138,11 @@ class Account:
 
 
 def summary_of(periods: Sequence[CutPeriod], done: Sequence[Sequence[Sums]]) -> dict[str, Any]:
-    """Return the entries of summary.json's `cache` that hold predictions beside what came of them.
+    """Return the entries of summary.json's `cache` that compare predictions with outcomes.
 
     Args:
-        periods: of any rank: plans are equal on all.
-        done: of each rank, its sums of each period; rows are summed over ranks, seconds are a rank's mean.
+        periods: the periods of any rank, because plans are equal on all.
+        done: the sums of each period, per rank; rows are summed over ranks, seconds averaged.
     """
     told = []
     for number, period in enumerate(periods):
@@ -166,22 +166,22 @@ def summary_of(periods: Sequence[CutPeriod], done: Sequence[Sequence[Sums]]) -> 
 
 @dataclass(frozen=True)
 class PrefixTrial:
-    """What one batch told of the prefix."""
+    """Properties of the prefix found with one batch."""
 
     exact: bool
-    """Whether the rows' bits do not depend on their places in the batch."""
+    """Whether a row's bits do not depend on its place in a batch."""
     seconds: float
-    """Of a forward."""
+    """Seconds of a forward pass."""
     row_elements: int
-    """Of the output for a sample."""
+    """Shape of the output for a sample."""
     dtype: torch.dtype
-    """Of the output."""
+    """Type of the output."""
 
 
 def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> PrefixTrial:
-    """Return what three forwards with a batch, (B, C, H, W), tell of a frozen prefix.
+    """Return properties of a frozen prefix from three forward passes of a batch, (B, C, H, W).
 
-    Raises UsageError where a sample's output depends on the other samples of its batch.
+    Raises UsageError if a sample's output depends on the other samples of its batch.
     """
     seconds, outputs = [], []
 
@@ -194,29 +194,30 @@ def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Prefix
     exact = permuted_batch_is_exact(run, images)
     if not rows_are_their_own(run_prefix, images, outputs[0]):
         raise UsageError(
-            "frozen blocks compute a sample's output from its neighbours in the batch too, as a BatchNorm without "
-            "running statistics does, so that it cannot be cached: use --cache off, or layers with running statistics"
+            "the frozen blocks normalise with batch statistics (BatchNorm without running statistics), so a "
+            "sample's output depends on its batch and cannot be cached; use --cache off, or layers with running "
+            "statistics"
         )
     # The first forward also brings libraries and memory up to speed.
     return PrefixTrial(exact, seconds[-1], row_elements=outputs[-1][0].numel(), dtype=outputs[-1].dtype)
 
 
 class Horizon(NamedTuple):
-    """How long the rows of a cut will serve, from now on."""
+    """How long the rows of a cut will be used, from now on."""
 
     epochs_left: float
     epochs_until_move: float
-    """Infinity where the cut is fixed."""
+    """Epochs until the cut changes; infinity if the cut is fixed."""
     epoch: int = 0
-    """The one under way, or about to begin."""
+    """The current or next epoch."""
 
     def trained(self, *, passes: float) -> tuple[float, float, float]:
-        """Return passes over the training samples that are left, until the move, and the part of one that is over."""
+        """Return passes over the training samples: remaining ones, those until the cut changes, the fraction done."""
         left = round(passes * self.epochs_left, ROUNDED_TO)
         return left, passes * self.epochs_until_move, math.ceil(left) - left
 
     def evaluated(self, *, passes: float) -> tuple[float, float, float]:
-        """Return the same of evaluations, which are made at the ends of epochs and never in parts."""
+        """Return the same for evaluations, which are held at the ends of epochs and are never partial."""
         left = round(self.epochs_left, ROUNDED_TO)
         first = left - math.ceil(left) + 1
         before = max(0.0, self.epochs_until_move - first)
@@ -226,19 +227,19 @@ class Horizon(NamedTuple):
 
 @dataclass
 class CostInputs:
-    """The run's part in a plan."""
+    """The run's contribution to a plan."""
 
     horizon: Callable[[], Horizon]
     suffix_seconds: Callable[[], float]
-    """Seconds of a batch's part in a step that reading and writing can hide behind; 0 before the first step."""
+    """Seconds per batch of the rest of a step, which can hide reading and writing; 0 before the first step."""
     budget: Budget
     directory: Path
     memory_bytes: int
-    """That the page cache may take for this rank."""
+    """Memory in bytes that the page cache may take for this rank."""
     _trials: dict[tuple[int, int], PrefixTrial] = field(default_factory=dict)
 
     def trial(self, cut: int, run: RunBlocks, images: Tensor) -> PrefixTrial:
-        """Return how the prefix fares with a batch, (B, C, H, W); tried once for each B at a cut."""
+        """Return the properties of the prefix for a batch, (B, C, H, W); tried once for each B at a cut."""
         if (cut, len(images)) not in self._trials:
             known = {key: trial for key, trial in self._trials.items() if key[0] == cut}
             self._trials = {**known, (cut, len(images)): try_prefix(lambda x: run(x, 0, cut), images)}
@@ -252,20 +253,20 @@ def behind_prefix(clock: PhaseClock) -> float:
 
 
 def suffix_seconds(clock: PhaseClock, *, batches: float, before: float = 0.0) -> float:
-    """Return the seconds of a batch behind the prefix, after so many batches; 0 before the first.
+    """Return the seconds per batch behind the prefix, after so many batches; 0 before the first.
 
-    `before` are the seconds that other stages have spent there.
+    `before` are seconds that other stages have spent there.
     """
     return max(0.0, behind_prefix(clock) - before) / batches if batches > 0 else 0.0
 
 
 PROBED, MORE = 0.005, 2.0
-"""Part of what reading could save at best that each part of measuring a directory may take; and how many times longer
-it may then take for it to be measured again."""
+"""Largest share of the possible saving that each part of a disk measurement may take, and the factor by which the
+allowed time must grow before a directory is measured again."""
 
 
 class Measured(NamedTuple):
-    """What a directory was measured by, and how fast it was found."""
+    """The parameters of a disk measurement, and the measured rates."""
 
     most_bytes: int
     most_seconds: float
@@ -273,14 +274,14 @@ class Measured(NamedTuple):
 
 
 _MEASURED: dict[tuple[Path, int, int], Measured] = {}
-"""By directory, size of row and rows of a batch."""
+"""Measurements by directory, row size and rows per batch."""
 
 
 def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_stake: float) -> Rates:
-    """Measure a directory once per size of row; its free space each time.
+    """Measure a directory once per row size, and its free space each time.
 
-    With no more bytes than so many rows have, and for a small part of the seconds `at_stake`: for few rows a full probe
-    would take longer than all that the cache can save.
+    Uses at most as many bytes as so many rows, and a small share of the seconds `at_stake`: for few rows a full
+    measurement would take longer than the cache can save.
 
     Raises:
         CacheFault: the directory cannot be used.
@@ -301,9 +302,9 @@ def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
-    """Return one rank's share of --cache-limit, of which files that are there already have used their part.
+    """Return one rank's share of --cache-limit, minus the files that already exist.
 
-    What killed jobs have left there goes first.
+    Files of killed jobs are removed first.
     """
     if settings.cache != "off":
         remove_left_over(directory)
@@ -312,16 +313,16 @@ def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
 
 
 PROBED_ROW_BYTES = 4096
-"""Of a rank that has no rows of its own; its plan is that of the others."""
+"""Plan input of a rank without rows; its plan is that of the others."""
 FREE_OF_CHARGE = Rates(
     read_cold=0.0, read_warm=0.0, read_cpu=0.0, write=0.0, write_cpu=0.0, hash=0.0, free_bytes=1 << 62, filesystem=""
 )
-"""Of a directory that is not measured because no row would be read."""
+"""Rates of a directory that is not measured because no row would be read."""
 
 
 @dataclass
 class Planner:
-    """Plans for one split, at one cut after another.
+    """Plans caching for one split, at one cut after another.
 
     Attributes:
         batch_invariant: whether a row's bits at this cut do not depend on its place in a batch.
@@ -340,12 +341,12 @@ class Planner:
     _seconds_at: dict[int, float] = field(default_factory=dict)
 
     def plan(self, cut: int, look: Callable[[Sequence[tuple[Ids, Ids]]], Shares], *, asked: bool) -> Plan:
-        """Return the plan for `cut`; the second time at a cut, what training has measured since counts. Collective.
+        """Return the plan for `cut`; the second time at a cut, it uses what training has measured since. Collective.
 
         Args:
             cut: number of frozen blocks.
-            look: epochs, each as (sample ids, views) -> how much of each is there.
-            asked: rows are kept whether that pays or not.
+            look: epochs, each as (sample ids, views) -> the cached share of each.
+            asked: store rows whether that pays or not.
 
         Raises:
             CacheFault: the cache directory cannot be used on some rank; raised on all.
@@ -375,7 +376,7 @@ class Planner:
         return world.broadcast_object(make_plan(ranks, asked=asked), name="cache.plan")
 
     def _try(self) -> None:
-        """Load a batch and run it through the prefix, where there are samples."""
+        """Load a batch and run it through the prefix, if there are samples."""
         split = self.source.split
         if len(split.ids):
             ids = np.resize(split.ids, self.source.recipe.batch_rows)
@@ -388,7 +389,7 @@ class Planner:
         self.exact = self.exact and self.batch_invariant
 
     def _outline(self, shares: Shares) -> CostMeasurement:
-        """Return what is known before anything is measured."""
+        """Return the plan input that is known before any measurement."""
         split, horizon = self.source.split, self.costs.horizon()
         left = horizon.trained if split.name == "train" else horizon.evaluated
         epochs_left, until_move, passed = left(passes=split.passes_per_epoch)
@@ -414,7 +415,7 @@ class Planner:
         )
 
     def _measured(self, shares: Shares, *, rated: bool) -> CostMeasurement:
-        """Return the outline with what a batch costs, and if `rated` the directory."""
+        """Return the plan input with the measured costs of a batch and, if `rated`, of the directory."""
         trial, recipe = self._trial, self.source.recipe
         stored = recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
@@ -430,7 +431,7 @@ class Planner:
         return replace(found, source_spares=max(0.0, min(spares, found.compute_seconds)))
 
     def _rates(self, computed: CostMeasurement) -> Rates:
-        """Return how fast the directory is, measured for a small part of what computing all rows takes."""
+        """Return the rates of the directory, measured for a small share of the time that computing all rows takes."""
         return rates_of(
             self.costs.directory,
             computed.row_bytes or PROBED_ROW_BYTES,

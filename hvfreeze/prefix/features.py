@@ -1,4 +1,4 @@
-"""The chain in two parts, as a step sees it: the frozen prefix's output, computed or cached, and the trained suffix."""
+"""The two parts of a chain in a step: the frozen prefix, whose output is computed or cached, and the trained suffix."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Halves:
             return self.chain.run(x, start, stop)
 
     def suffix(self, features: Tensor, cut: int) -> Tensor:
-        """Return the logits, (B, classes), of the blocks from `cut` on, with gradient where that is on."""
+        """Return the logits, (B, classes), of the blocks from `cut` on, with gradients if enabled."""
         return self.part(features, cut, len(self.chain.blocks))
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return the output of blocks start..stop-1 for `x`, with gradient where that is on."""
+        """Return the output of blocks start..stop-1 for `x`, with gradients if enabled."""
         with in_precision(self.precision):
             return self.chain.run(x, start, stop)
 
     def be_in_mode(self, *, training: bool) -> None:
-        """Bring the model into training or evaluation mode; frozen blocks hold themselves in the latter."""
+        """Set the model to training or evaluation mode; frozen blocks stay in evaluation mode."""
         # Walking through all modules costs as much as a small one of them.
         if self.chain.model.training != training:
             self.chain.model.train(training)
@@ -69,25 +69,25 @@ class Halves:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTerms:
-    """On what terms a run caches, whichever split it is."""
+    """The settings and services that caching uses, for every split."""
 
     settings: CacheConfig
-    """Whether, where and how."""
+    """The cache settings."""
     data: DataConfig
-    """How training samples are shown."""
+    """The settings of training views."""
     mixed: bool
-    """Whether ranks meet each other's training samples, so that rows can only be shared."""
+    """Whether ranks train on each other's samples, so that rows must be shared."""
     world: World
     """The ranks that decide together."""
     costs: CostInputs
     owner: str
-    """Names the run; only its own files are ever removed."""
+    """The run's name; only its own files are ever removed."""
     say: Callable[[str], None]
-    """Tells the user a line; does nothing but on rank 0."""
+    """Logs a line for the user; does nothing except on rank 0."""
 
     @property
     def cacheable(self) -> bool:
-        """Whether rows may be kept: it is asked for, and rows are met again by ranks that can read them."""
+        """Whether caching is possible: it is enabled, and rows are used again by ranks that can read them."""
         reachable = not self.mixed or self.settings.cache_shared
         return self.settings.cache != "off" and self.data.cacheable() and reachable
 
@@ -103,12 +103,12 @@ NOTHING_KEPT: dict[str, Any] = {
     "seconds_saved": 0.0,
     "stays": [],
 }
-"""summary.json's `cache` of a run without one."""
+"""The entry `cache` of summary.json for a run without cache."""
 
 
 @dataclass
 class Features:
-    """The frozen prefix's output for the batches of one split, read where it is cached."""
+    """The output of the frozen prefix for the batches of one split, read from the cache if possible."""
 
     images: Inputs
     activations: PrefixActivations
@@ -123,22 +123,22 @@ class Features:
 
     @property
     def cut(self) -> int:
-        """Frozen blocks whose output this is."""
+        """Number of frozen blocks."""
         return self.activations.cut
 
     @property
     def keeps(self) -> bool:
-        """Whether rows of the current cut are kept. Not a collective."""
+        """Whether rows of the current cut are stored. Not a collective."""
         kept = self.planner is not None and self.activations.failed is None
         return kept and self._fingerprint is not None and not self._declined
 
     def move(self, cuts: Sequence[int]) -> None:
-        """Follow the cut to the last of `cuts`; rows of the cut before serve until there are new ones. Collective.
+        """Change to the last of `cuts`; rows of the previous cut are used until there are new ones. Collective.
 
-        Rounded rows depend on all the cuts that the run has had.
+        Rounded rows depend on all cuts of the run.
 
         Raises:
-            CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
+            CacheFault: the cache cannot be used, and --cache-failure is `stop`; on all ranks.
         """
         cut = cuts[-1]
         if self.planner is None:
@@ -154,9 +154,9 @@ class Features:
         self._consider(self.planner, cut, self._fingerprint)
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
-        """Announce an epoch's batches, and fill in the rows that a partly filled cache lacks where that saves forwards.
+        """Announce an epoch's batches, and compute missing rows of a partly filled cache if that saves forward passes.
 
-        A cut whose rows are not kept is looked at again: it may have stayed for longer than was to be expected.
+        Caching is decided again at a cut whose rows are not stored, because it may have stayed longer than expected.
         Collective.
         """
         if self.planner is not None:
@@ -168,7 +168,7 @@ class Features:
         announce(self.images, batches)
 
     def expect(self, batches: Sequence[Batch]) -> None:
-        """Read ahead for these batches, in order, beside what an epoch began with. Not a collective."""
+        """Prefetch these batches, in order, in addition to those announced for the epoch. Not a collective."""
         self._announce(batches)
         announce(self.images, batches)
 
@@ -177,7 +177,7 @@ class Features:
         return self.activations.get(batch.ids, batch.views, counted=batch.counted)
 
     def report(self) -> dict[str, Any]:
-        """Return summary.json's `cache`, summed over ranks; seconds are a rank's mean. Collective."""
+        """Return the entry `cache` of summary.json: sums over ranks, mean seconds per rank. Collective."""
         if self.planner is None:
             return dict(NOTHING_KEPT)
         self.account.settle(self.cut)
@@ -194,14 +194,14 @@ class Features:
         }
 
     def close(self) -> None:
-        """Keep the cached rows and let go of all files."""
+        """Publish the cached rows and close all files."""
         self.activations.close()
 
     def _announce(self, batches: Sequence[Batch]) -> None:
         self.activations.announce([(batch.ids, batch.views) for batch in batches])
 
     def _consider(self, planner: Planner, cut: int, fingerprint: Fingerprint, *, again: bool = False) -> None:
-        """Plan, and begin to keep the rows of this cut where that pays or was asked for. Collective."""
+        """Decide whether to cache, and start to store rows of this cut if that pays or was requested. Collective."""
         settings, world, split = self.terms.settings, self.terms.world, self.source.split
         asked = settings.cache == "on"
         try:
@@ -217,9 +217,9 @@ class Features:
         if again and not use:
             return
         if split.name == "train":
-            when = ", looked at again" if again else ""
+            when = ", decided again" if again else ""
             decided = f"cache {settings.cache} at cut {cut}{when}: {plan.reason}"
-            self.terms.say(f"{decided}; log.txt has the table\n{plan.table()}" if len(plan.rows) > 1 else decided)
+            self.terms.say(f"{decided}; the table is in log.txt\n{plan.table()}" if len(plan.rows) > 1 else decided)
         self.account.settle(self.cut)
         self.account.begin(cut, plan, kept=use)
 
@@ -243,12 +243,12 @@ class Features:
             self._sweep()
 
     def _sweep(self, *, everything: bool = False) -> None:
-        """Fill in missing rows, of which one rank may have all and others none; see `sweep`. Collective."""
+        """Compute missing rows, of which one rank may have all and others none; see `sweep`. Collective."""
         sweeping = self.activations.sweeping(everything=everything)
         go_in_rounds(self.terms.world, sweeping, name=f"cache.{self.source.split.name}")
 
     def _fill(self) -> None:
-        """Compute rows before training goes on, of which each rank stores a share and all read all. Collective."""
+        """Compute rows before training continues; each rank stores a share, and all read all. Collective."""
         world, name = self.terms.world, self.source.split.name
         self._sweep(everything=True)
         self.activations.publish()
@@ -261,7 +261,7 @@ class Features:
         self._agree_on_failure()
 
     def _tell_refusals(self, fingerprint: Fingerprint) -> None:
-        """Say which files of this cut are not used, and why; each once."""
+        """Log which files of this cut are not used, and why, each once."""
         if self.terms.world.rank == 0 and self.activations.stored_bytes == 0:
             for line in refusals(self.terms.costs.directory, fingerprint):
                 if line not in self._told:
@@ -273,16 +273,16 @@ class Features:
         self._fail_with(self.terms.world.allgather_object(self.activations.failed, name=name))
 
     def _fail_with(self, reasons: Sequence[str | None]) -> None:
-        """Keep no rows any more where a rank, by its number, has a reason not to. Not a collective."""
+        """Stop caching if a rank has a reason (by rank number). Not a collective."""
         for rank, reason in enumerate(reasons):
             if reason is not None and self.activations.failed is None:
                 self.activations.disable(f"rank {rank}: {reason}", told=True)
 
 
 def open_features(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) -> Features:
-    """Return the features whose rows `source` computes; `clock` times what training waits for. Collective.
+    """Return the features whose rows `source` computes; `clock` measures the waiting time of training. Collective.
 
-    With `--cache auto` and views that never come again none are kept.
+    With `--cache auto`, nothing is cached if views never repeat.
 
     Raises:
         CacheFault: the cache directory of some rank cannot be used; on all ranks.

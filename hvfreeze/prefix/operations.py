@@ -1,8 +1,8 @@
-"""What a frozen prefix does with its tensors, as a digest: two chains with equal ones compute the same function.
+"""A digest of a frozen prefix's computation: chains with equal digests compute the same function of their tensors.
 
-Parameters and buffers are digested elsewhere. Here is the rest: the modules and functions that run, in order, their
-settings, and the code of what is not torch's own, whose version is known. A function that somebody wrote by hand is
-known by its code, what it closes over, and the functions and constants that it names.
+Parameters and buffers are digested elsewhere. This covers the modules and functions that run, in order, their settings,
+and their code unless it is torch's, whose version is known. A custom function is described by its code, its closure,
+and the functions and constants that it names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.environment import version_of
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train"}
-"""Attributes that say nothing of what a module computes; `train` is replaced where a module is held in evaluation."""
+"""Attributes that do not affect a module's computation; `train` is replaced in modules held in evaluation mode."""
 NOT_RUN = frozenset({"__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 FILED_AS = {
@@ -33,14 +33,14 @@ FILED_AS = {
     "hvfreeze.model.steps": "hvfreeze.chain.steps",
     "hvfreeze.model.traced": "hvfreeze.chain.watched.blocks",
 }
-"""Module names -> the names that rows are filed under, so that a cache outlives a move of the code."""
+"""Former module names, under which rows are filed, so that a cache remains valid when code moves."""
 LIBRARIES = ("transformers",)
-"""Packages beside torch whose code is known by their versions."""
+"""Packages, in addition to torch, whose versions identify their code."""
 VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
 
 
 def operations_digest(chain: Chain, cut: int) -> str:
-    """Return a digest of what the first `cut` blocks do, equal in other processes and on other machines."""
+    """Return a digest of the computation of the first `cut` blocks, equal in all processes and on all machines."""
     names = {id(module): name for name, module in chain.model.named_modules()}
     description = Description(names)
     steps: list[JSON] = [[description.of(step) for step in block.steps] for block in chain.blocks[:cut]]
@@ -49,7 +49,7 @@ def operations_digest(chain: Chain, cut: int) -> str:
 
 
 class Description:
-    """Describes modules, functions and what they refer to; what was described before is told by its number."""
+    """Describes modules, functions and the objects that they refer to; repeated objects are described by a number."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -58,7 +58,7 @@ class Description:
         self._held: list[object] = []
 
     def of(self, value: Any) -> JSON:
-        """Return what is to be known of `value`."""
+        """Return the description of `value`."""
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, (float, complex, bytes, torch.dtype, torch.device, torch.memory_format, range)):
@@ -116,12 +116,12 @@ class Description:
         ]
 
     def of_container(self, module: nn.Module) -> JSON:
-        """Return what is to be known of a module that runs others: its code and settings, and not the others'."""
+        """Return the code and settings of a module that runs submodules, without those of the submodules."""
         settings = {name: inner for name, inner in vars(module).items() if name not in OF_EVERY_MODULE}
         return ["container", self.of(type(module)), self.of(dict(sorted(settings.items())))]
 
     def _class(self, kind: type) -> JSON:
-        """Return a class's name and, where no version tells it, the code of its methods."""
+        """Return a class's name and, unless a version determines it, the code of its methods."""
         if _is_versioned(kind):
             return ["class", _qualified(kind)]
         methods: list[JSON] = []
@@ -150,7 +150,7 @@ class Description:
         ]
 
     def _code(self, code: types.CodeType) -> JSON:
-        """Return the instructions, constants and names of compiled code, without the places in its file."""
+        """Return the instructions, constants and names of compiled code, without file positions."""
         constants = [
             self._code(inner) if isinstance(inner, types.CodeType) else self.of(inner) for inner in code.co_consts
         ]
@@ -159,12 +159,12 @@ class Description:
 
 
 def _unwrapped(member: object) -> object:
-    """Return the function behind a class's static method, class method or property."""
+    """Return the function of a static method, class method or property."""
     return getattr(member, "__func__", None) or getattr(member, "fget", None) or member
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that compiled code looks up, functions inside it included."""
+    """Return the names that compiled code looks up, including its inner functions."""
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -182,7 +182,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _is_versioned(value: Any) -> bool:
-    """Tell whether the code of a class or function is known by the version of Python, torch or a library."""
+    """Return True if the version of Python, torch or a library determines the code of a class or function."""
     module = getattr(value, "__module__", None) or ""
     return module in VERSIONED or module.startswith("torch.") or bool(_library_of(value))
 

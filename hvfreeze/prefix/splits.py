@@ -1,4 +1,4 @@
-"""Which rows of the frozen prefix's output there are for a rank, and under which fingerprint."""
+"""The rows of the frozen prefix's output that a rank needs, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MEMORY_FORMAT = "channels_last"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How rows are computed and kept, beside the prefix and the samples."""
+    """How rows are computed and stored, apart from the prefix and the samples."""
 
     batch_rows: int
-    """Of every forward."""
+    """Rows of every forward pass."""
     precision: str
     """`float32` or `bfloat16`."""
     kept_as: str
@@ -35,7 +35,7 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Config, rows: int | None = None) -> Recipe:
-        """Return the recipe of rows that are computed in batches of `rows`, None for those of training."""
+        """Return the recipe of rows computed in batches of `rows`; None for those of training."""
         settings = config.optimizer
         return cls(
             batch_rows=rows or settings.batch_size, precision=settings.precision, kept_as=config.cache.cache_dtype
@@ -43,7 +43,7 @@ class Recipe:
 
     @property
     def stored(self) -> torch.dtype | None:
-        """The type that rows are rounded to; None keeps the one that the prefix computes."""
+        """The type that rows are rounded to; None keeps the computed type."""
         return None if self.kept_as == "native" else TYPE_BY_NAME[self.kept_as]
 
 
@@ -56,19 +56,19 @@ class Split:
     image_set: ImageSet
     images: Inputs
     ids: Ids
-    """(N,) samples; none where there are fewer samples than ranks."""
+    """(N,) sample ids; empty if there are fewer samples than ranks."""
     passes_per_epoch: float = 1.0
-    """How often they are all asked for."""
+    """Number of passes over all samples."""
     padded: bool = False
-    """Whether their last batch is padded; else there are whole batches only."""
+    """Whether the last batch is padded; if not, there are whole batches only."""
 
     @property
     def num_views(self) -> int:
-        """Distinct views of a sample."""
+        """Number of distinct views per sample."""
         return max(1, self.images.transform.augment.num_views)
 
     def owned_keys(self) -> tuple[Ids, Ids]:
-        """Return (sample ids, views), (N x views,) each: every row that this rank may store."""
+        """Return (sample ids, views), (N x views,) each, of every row that this rank may store."""
         views = np.arange(self.num_views, dtype=np.int64)
         return np.tile(self.ids, self.num_views), np.repeat(views, len(self.ids))
 
@@ -81,9 +81,9 @@ class Split:
     def fingerprint(
         self, chain: Chain, cuts: Sequence[int], recipe: Recipe, *, prefix: str | None = None
     ) -> Fingerprint:
-        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far.
+        """Return the fingerprint of the rows at the last of `cuts`, the cuts of the run so far.
 
-        Where blocks of the prefix lie on other ranks, `prefix` is its digest.
+        If blocks of the prefix are on other ranks, `prefix` is its digest.
         """
         transform, cut = self.images.transform, cuts[-1]
         return activation_fingerprint(
@@ -107,22 +107,22 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """What the rows of a split are, and what computes them."""
+    """The rows of a split, and the functions that compute them."""
 
     split: Split
     recipe: Recipe
     chain: Chain
     digest: Callable[[int], str]
-    """Cut -> digest of the prefix, wherever its blocks are."""
+    """Cut -> digest of the prefix, on whichever ranks its blocks are."""
     load_images: LoadImages
-    """(sample ids, views) -> what rows are computed from."""
+    """(sample ids, views) -> input of the prefix."""
     run_blocks: RunBlocks
     """Runs frozen blocks."""
     shared: bool = False
-    """Whether samples are met by other ranks too, so that each stores a fixed share and all read all."""
+    """Whether other ranks use the samples too, so that each stores a fixed share and all read all."""
 
     def fingerprint(self, cuts: Sequence[int]) -> Fingerprint:
-        """Return what identifies the rows at the last of `cuts`, the cuts that the run has had so far."""
+        """Return the fingerprint of the rows at the last of `cuts`, the cuts of the run so far."""
         return self.split.fingerprint(self.chain, cuts, self.recipe, prefix=self.digest(cuts[-1]))
 
 
@@ -132,7 +132,7 @@ def prefix_digest(chain: Chain, cut: int) -> str:
 
 
 def rounded_before(cuts: Sequence[int]) -> list[int]:
-    """Return the cuts, ascending, at which rows of the last were kept on the way: those that never thawed."""
+    """Return the cuts, ascending, at which rows were stored on the way to the last, except thawed ones."""
     via: list[int] = []
     for cut in cuts:
         via = [*(earlier for earlier in via if earlier < cut), cut]

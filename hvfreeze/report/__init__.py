@@ -1,1 +1,1 @@
-"""`hvfreeze report`: one HTML page, figures and CSV files from run directories."""
+"""`hvfreeze report` and `hvfreeze runs`: an HTML page with figures and CSV files, and a list of runs."""

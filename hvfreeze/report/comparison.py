@@ -1,4 +1,4 @@
-"""Which runs repeat each other, and how much faster each is than the baseline of the same work."""
+"""Groups runs that differ in the seed only, and compares them with the baseline of the same work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvfreeze.config.sections import AUTO
 from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})
-WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "tensorboard", "json"})
+WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "track", "json"})
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ only in the seed."""
 
     name: str
     runs: tuple[Run, ...]
@@ -40,13 +40,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A group against the baseline of the same work."""
+    """A group compared with the baseline of the same work."""
 
     baseline: Group
     speed_up: Spread
     """Baseline's training time / this training time."""
     time_saved: Spread
-    """Part of the baseline's training time that is saved; negative where it took longer."""
+    """Share of the baseline's training time that is saved; negative if the group was slower."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -55,7 +55,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[Group]:
-    """Return the runs in groups that differ in nothing but the seed, in the order of their first run."""
+    """Return the runs in groups that differ only in the seed, in the order of their first run."""
     groups: dict[Hashable, list[Run]] = {}
     for run in runs:
         leaves = {leaf: value for leaf, value in run.settings.items() if leaf not in SEEDS | WITHOUT_EFFECT}
@@ -68,7 +68,7 @@ def group_by_seed(runs: Sequence[Run]) -> list[Group]:
 
 
 def name_of(runs: Sequence[Run]) -> str:
-    """Return the beginning that the names of runs share, without a number that counts seeds."""
+    """Return the common prefix of the runs' names, without a seed number."""
     if len(runs) == 1:
         return runs[0].name
     common = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
@@ -76,13 +76,13 @@ def name_of(runs: Sequence[Run]) -> str:
 
 
 def machine(run: Run) -> Hashable:
-    """Return what seconds depend on beside the work: ranks, hosts, processor, cores and threads."""
+    """Return what affects seconds besides the work: ranks, hosts, processor, cores and threads."""
     facts = [str(run.environment.get(key)) for key in ("processor", "cores", "capability", "threads")]
     return (run.size, len(set(run.environment.get("hosts") or [])), *facts)
 
 
 def work(run: Run) -> Hashable:
-    """Return what must be equal for two training times to be comparable: all but freezing, cache and seed."""
+    """Return what must be equal for training times to be comparable: all except freezing, cache and seed."""
     without = SEEDS | WITHOUT_EFFECT | {"blocks"}
     sections = [leaves for section, leaves in run.config.items() if section not in ("freeze", "cache")]
     leaves = {leaf: value for section in sections for leaf, value in section.items() if leaf not in without}
@@ -90,9 +90,9 @@ def work(run: Run) -> Hashable:
 
 
 def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
-    """Return how a group's training time compares with the baseline of the same work, None where there is none.
+    """Return the comparison of a group's training time with the baseline of the same work, None without one.
 
-    A run is compared with the baseline of its own seed where there is one, else with the baselines' mean.
+    A run is compared with the baseline of its own seed if there is one, else with the baselines' mean.
     """
     first = group.runs[0]
     if first.is_baseline or not first.finished:
@@ -106,9 +106,9 @@ def compare(group: Group, groups: Sequence[Group]) -> Comparison | None:
 
 
 def as_long(group: Group, baseline: Group) -> bool:
-    """Tell whether runs of the same work were as long: a time budget and --early-stop end each when they find it time.
+    """Return True if runs of the same work had equal lengths: a time budget and --early-stop may end them early.
 
-    hvfreeze auto counts other steps, of what takes as long as --epochs of the baseline.
+    hvfreeze auto counts other steps, which take as long as --epochs of the baseline.
     """
     settings = group.runs[0].settings
     if settings["freeze"] == AUTO and settings["time_budget"] == "none":

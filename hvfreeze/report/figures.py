@@ -1,8 +1,9 @@
-"""Figures from runs. Each takes any number of runs and a width, so that a page can show a narrow one on a phone."""
+"""Figures of runs, for any number of runs and any width, so that a page can show a narrow one on a phone."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from hvfreeze.report.tables import factor, group_label, seconds, writing
 from hvfreeze.runs.reading import TRAINING_PHASES, Run
 
 WIDE, NARROW = 8.0, 3.7
-"""Widths in inches: of a page, and of a phone held upright."""
+"""Widths in inches: of a page, and of a phone in portrait mode."""
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; the baseline is dark grey.
 BASELINE = "#444444"
@@ -45,7 +46,7 @@ MOST_DIRECT_LABELS = 6
 
 
 def save_figure(figure: Figure, base: Path) -> Path:
-    """Write `base`.png (150 dpi) and `base`.svg, the same bytes for the same figure; return the latter's path.
+    """Write `base`.png (150 dpi) and `base`.svg, with equal bytes for equal figures; return the latter's path.
 
     Raises:
         RefusedError: they cannot be written.
@@ -58,7 +59,7 @@ def save_figure(figure: Figure, base: Path) -> Path:
 
 
 def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write labels to the right of the lines' ends (x, y, colour, label); with many or little width, in a legend."""
+    """Label lines at their right ends (x, y, colour, label); with many lines or a small width, in a legend."""
     if not directly_labelled(len(ends), figure.get_figwidth()):
         add_legend(figure, "outside lower left", columns=2 if figure.get_figwidth() >= WIDE else 1)
         return
@@ -81,17 +82,17 @@ def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str, str]]) -
 
 
 def directly_labelled(num_lines: int, width: float) -> bool:
-    """Return whether lines have their labels beside them rather than in a legend."""
+    """Return True if lines are labelled at their ends instead of in a legend."""
     return num_lines <= MOST_DIRECT_LABELS and width >= WIDE
 
 
 def clipped(text: str, length: int) -> str:
-    """Return a text with its end left out where it is too long."""
+    """Return a text, shortened if it is too long."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def spread_out(places: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Return places in 0..1 near those wanted, in the same order, at which labels of these heights do not overlap."""
+    """Return positions in 0..1 near the desired ones, in the same order, without overlap of labels this high."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     found, floor, ceiling = list(places), float("-inf"), 1.0
     for i in order:
@@ -104,7 +105,7 @@ def spread_out(places: Sequence[float], heights: Sequence[float]) -> list[float]
 
 
 def add_legend(figure: Figure, place: Any, *, columns: int) -> None:
-    """Put a legend of all axes outside them, every label once."""
+    """Put one legend for all axes outside them, with every label once."""
     entries = [axes.get_legend_handles_labels() for axes in figure.axes]
     # Labels that begin with an underscore would be left out.
     named = {label.lstrip(): handle for handles, labels in entries for handle, label in zip(handles, labels)}
@@ -138,7 +139,7 @@ def colours(groups: Sequence[Group]) -> list[tuple[str, str]]:
 
 
 def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
-    """Return test accuracy against seconds of training: a line per group of seeds, its runs thin behind it."""
+    """Return a plot of test accuracy against training time: a line per group of seeds, with its runs as thin lines."""
     groups = group_by_seed(runs)
     with matplotlib.rc_context(STYLE):
         height = 0.3 * width + (1.6 if directly_labelled(len(groups), width) else 1.4 + 0.2 * len(groups))
@@ -161,8 +162,7 @@ def plot_accuracy_against_time(runs: Sequence[Run], *, width: float = WIDE) -> F
 def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     """Return mean seconds since the start and mean accuracy in percent after each epoch that all runs evaluated.
 
-    Where one has ended with another model than its last epoch's, as hvfreeze auto may, the model that each ended with
-    is the last point.
+    If a run's final model is not that of its last epoch, as with hvfreeze auto, the last point is the final model's.
     """
     epochs = min(len(run.metrics) for run in runs)
     times, accuracies = list[float](), list[float]()
@@ -171,14 +171,15 @@ def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
         if None not in reached:
             times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
             accuracies.append(100 * sum(reached) / len(runs))
-    if all(run.finished for run in runs) and any(run.accuracies[-1:] != [run.test_accuracy] for run in runs):
+    known = all(run.finished and not math.isnan(run.test_accuracy) for run in runs)
+    if known and any(run.accuracies[-1:] != [run.test_accuracy] for run in runs):
         times.append(sum(run.train_seconds for run in runs) / len(runs))
         accuracies.append(100 * sum(run.test_accuracy for run in runs) / len(runs))
     return times, accuracies
 
 
 def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
-    """Return training seconds by phase: a stacked bar per group of seeds, its mean; the smallest phases are one."""
+    """Return training seconds by phase: a stacked bar of means per group of seeds; the smallest phases are merged."""
     groups = group_by_seed(runs)
     totals = {p: sum(run.seconds[p] for run in runs) for p in TRAINING_PHASES}
     used = [p for p in TRAINING_PHASES if totals[p] > 0]
@@ -213,7 +214,7 @@ def plot_phases(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
 def add_segment(
     axes: Axes, row: int, left: float, value: float, *, phase: str, longest: float, width: float, first: bool
 ) -> None:
-    """Add a phase's segment to a bar, with its seconds where they fit."""
+    """Add a phase's segment to a bar, with its seconds if there is room."""
     label = phase.replace("_", " ") if first else None
     axes.barh(row, value, 0.6, left, color=PHASE_COLOURS[phase], edgecolor="white", linewidth=0.8, label=label)
     text = seconds(value)
@@ -236,13 +237,13 @@ def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
             axes.set_ylim(-0.4, deepest + 0.4)
             axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         panels[-1].set(xlabel="epochs of training", xlim=(0, None))
-        figure.supylabel("cut (frozen blocks)", fontsize=9)
+        figure.supylabel("cut (number of frozen blocks)", fontsize=9)
         add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
         return figure
 
 
 def deepest_cut(run: Run) -> int:
-    """Return the deepest cut that the run had or a rank proposed."""
+    """Return the deepest cut of the run or of a rank's proposal."""
     proposed = [cut for line in run.decisions for cut in line["proposals"]]
     shadows = [scored["cut"] for line in run.decisions for scored in line.get("shadow", {}).values()]
     return int(max([run.final_cut, *(move.cut for move in run.cut_history), *proposed, *shadows]))
@@ -274,7 +275,7 @@ def plot_cut(axes: Axes, run: Run) -> None:
 
 
 def plot_gains(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
-    """Return each block's part of what a step gains over time, the mean over ranks, a panel per run."""
+    """Return each block's share of the gain of a step over time, mean over ranks, a panel per run."""
     chosen = list(runs)[:MOST_PANELS]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, 0.75 + 1.9 * len(chosen)), layout="constrained")
@@ -284,13 +285,13 @@ def plot_gains(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
             axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
             axes.set_ylim(-0.05, 1.0)
         panels[-1].set(xlabel="epochs of training", xlim=(0, None))
-        figure.supylabel("part of a step's gain", fontsize=9)
+        figure.supylabel("share of a step's gain", fontsize=9)
         add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
         return figure
 
 
 def plot_gain(axes: Axes, run: Run) -> None:
-    """Draw one run's parts by block, front blocks first; where a block is frozen, or nothing is known, no line."""
+    """Draw one run's shares by block, front blocks first; without a line for frozen or unknown blocks."""
     votes = [line for line in run.decisions if line.get("gains")]
     times = [line["step"] / run.steps_per_epoch for line in votes]
     shades = matplotlib.colormaps["viridis"]

@@ -1,4 +1,4 @@
-"""`hvfreeze runs`: the run directories in a folder, a line each."""
+"""`hvfreeze runs`: lists the run directories in a folder, one per line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COLUMNS = ("Run", "State", "Model", "Data", "Ranks", "Freeze", "Cache", "Accurac
 
 
 def list_runs(folder: Path) -> int:
-    """Print a table of the runs in a folder, or of the run that it is, and return exit code 0.
+    """Print a table of the runs in a folder, or of the folder itself if it is a run, and return exit code 0.
 
-    Raises RefusedError where the folder cannot be read, or holds no run.
+    Raises RefusedError if the folder cannot be read, or contains no run.
     """
     try:
         entries = sorted(folder.iterdir())
@@ -26,13 +26,13 @@ def list_runs(folder: Path) -> int:
         raise RefusedError(f"{folder} cannot be read: {error.strerror}") from error
     places = [place for place in ([folder] if folder / "config.yaml" in entries else entries) if is_run(place)]
     if not places:
-        raise RefusedError(f"{folder} holds no run directory; give the folder that holds them, such as runs/")
+        raise RefusedError(f"{folder} contains no run directory; give the folder that contains them, such as runs/")
     print(table_of([dict.fromkeys(COLUMNS, "") | row_of(place) for place in places]).to_text(), end="")
     return 0
 
 
 def is_run(place: Path) -> bool:
-    """Tell whether a run has begun in a directory; another user's, which cannot be looked into, counts as none."""
+    """Return True if a directory contains a run; False for another user's directory that cannot be read."""
     try:
         return (place / "config.yaml").is_file()
     except OSError:
@@ -40,12 +40,12 @@ def is_run(place: Path) -> bool:
 
 
 def has_epoch(place: Path) -> bool:
-    """Tell whether a run has made an epoch."""
+    """Return True if a run has completed an epoch."""
     return is_run(place) and progress_of(place)[0] > 0
 
 
 def progress_of(place: Path) -> tuple[int, ...]:
-    """Return the sizes of the files of a run that grow, metrics.jsonl first; 0 of one that cannot be looked at."""
+    """Return the sizes of a run's growing files, metrics.jsonl first; 0 for unreadable ones."""
 
     def size(file: Path) -> int:
         try:
@@ -57,7 +57,7 @@ def progress_of(place: Path) -> tuple[int, ...]:
 
 
 def row_of(place: Path) -> dict[str, str]:
-    """Return a run's line by column; one that cannot be read says why in place of numbers."""
+    """Return a run's table row; for an unreadable run, the reason instead of numbers."""
     name = place.resolve().name
     try:
         config = read_config(place / "config.yaml")
@@ -79,14 +79,14 @@ def row_of(place: Path) -> dict[str, str]:
 
 
 def state_of(run: Run) -> str:
-    """Return how far a run is, and whether a job is at work on it."""
+    """Return a run's progress, and whether a job is working on it."""
     if run.finished:
         return "finished"
     return f"{doing(run.directory)}, {epochs_done(run)}"
 
 
 def doing(place: Path) -> str:
-    """Return `running` where a job on this machine holds the directory's lock, else `stopped`."""
+    """Return `running` if a job on this machine holds the directory's lock, else `stopped`."""
     try:
         check_unlocked(place)
     except UsageError:
@@ -97,9 +97,9 @@ def doing(place: Path) -> str:
 
 
 def readable_runs(places: Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
-    """Return those directories that hold a run with an epoch, after a note on standard error about each other one.
+    """Return the directories that contain a run with an epoch; print a note on standard error for each other one.
 
-    Raises RefusedError where none does; says what is wrong with the first.
+    Raises RefusedError if none does; the message is about the first.
     """
     found, refusals = [], []
     for place in places:
@@ -111,5 +111,5 @@ def readable_runs(places: Sequence[str | os.PathLike[str]]) -> list[str | os.Pat
     if not found:
         raise refusals[0]
     for refusal in refusals:
-        print(f"hvfreeze: note: left out: {refusal}", file=sys.stderr)
+        print(f"hvfreeze: note: skipped: {refusal}", file=sys.stderr)
     return found

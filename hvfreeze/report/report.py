@@ -8,6 +8,7 @@ OUT/data/*.csv          runs, epochs and votes as plain numbers
 from __future__ import annotations
 
 import base64
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,19 +28,19 @@ from hvfreeze.wording import plural
 
 TEMPLATES = Path(__file__).parent / "templates"
 VOTES_UNFOLDED = 24
-"""With more votes than this over all runs, the page folds each run's table away."""
+"""Largest number of votes over all runs before the page collapses each run's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure on the page: its files, from which the page takes a copy of the SVG."""
+    """A figure on the page: its files, of which the page embeds the SVG."""
 
     caption: str
     svg: Path
     narrow_svg: Path | None = None
     """A version for narrow screens."""
     files: tuple[str, ...] = ()
-    """Paths relative to the page, offered as links."""
+    """Paths relative to the page, for links."""
 
     @property
     def source(self) -> str:
@@ -48,7 +49,7 @@ class Picture:
 
     @property
     def narrow_source(self) -> str:
-        """The narrow version as a data URI, empty where there is none."""
+        """The narrow version as a data URI, empty without one."""
         return data_uri(self.narrow_svg) if self.narrow_svg else ""
 
 
@@ -60,11 +61,11 @@ class Section:
     text: tuple[str, ...] = ()
     """Paragraphs."""
     points: tuple[str, ...] = ()
-    """A list, an entry each."""
+    """Entries of a list."""
     pictures: tuple[Picture, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
-    """Paragraphs in small type at the section's end."""
+    """Paragraphs in small type at the end of the section."""
 
 
 def data_uri(svg: Path) -> str:
@@ -77,7 +78,7 @@ def write_page(
 ) -> Path:
     """Write `out`/index.html and return its path; all text is escaped.
 
-    With `refresh_seconds` a browser that shows the page loads it again as often.
+    With `refresh_seconds` a browser reloads the page at this interval.
     """
     # No blank lines from statements; a name that the template lacks is an error.
     environment = jinja2.Environment(
@@ -94,10 +95,10 @@ def write_page(
 
 
 def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str]) -> int:
-    """Write a report on any number of runs to the folder `out`, say where it is, and return exit code 0.
+    """Write a report on any number of runs to the folder `out`, print its path, and return exit code 0.
 
-    What is no run, is damaged or has no epoch yet is left out, with a note. Raises RefusedError where no run is left,
-    or `out` cannot be written; names it.
+    Directories without a run or an epoch, and damaged ones, are skipped with a note. Raises RefusedError if no run is
+    left, or `out` cannot be written.
     """
     runs = load_runs(readable_runs(run_dirs))
     path = write_report_page(runs, out=Path(out))
@@ -106,11 +107,10 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
 
 
 def watch_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str], seconds: int) -> int:
-    """Write the report anew whenever a run has made an epoch, until no job is at work on any; return exit code 0.
+    """Rewrite the report after each epoch of a run, until no job works on any of them; return exit code 0.
 
-    The page reloads itself in the browser meanwhile. Runs may be without an epoch yet. Raises UsageError where
-    `seconds` makes no sense and RefusedError where no job is at work and no run can be read, or `out` cannot be
-    written; names it.
+    The page reloads itself in the browser meanwhile. Runs may be without an epoch yet. Raises UsageError if `seconds`
+    is invalid, and RefusedError if no job is working and no run can be read, or `out` cannot be written.
     """
     if seconds < 1:
         raise UsageError(f"--watch ({seconds}) must be at least 1 second")
@@ -135,12 +135,12 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
     for name, rows in (("runs", tables.run_rows), ("epochs", tables.epoch_rows), ("votes", tables.vote_rows)):
         write_text(out / "data" / f"{name}.csv", to_csv(rows(groups)))
     several = [run for run in runs if run.metrics[-1].get("models")]
-    note = "A run's accuracy is the mean over its models."
+    note = "The accuracy of a run is the mean over its models."
     models = Section(heading="Models", tables=tuple(map(tables.models_table, several)), notes=(note,))
     last = (tables.command_table(groups), tables.environment_table(groups))
     sections = [
         summary_section(groups),
-        accuracy_section(runs, out=out),
+        *([accuracy_section(runs, out=out)] if any(map(answers_classes, runs)) else []),
         *([models] if models.tables else []),
         phase_section(runs, groups, out=out),
         *cut_sections(runs, out=out),
@@ -150,22 +150,27 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
     return write_page(title, sections, out=out, refresh_seconds=refresh_seconds)
 
 
+def answers_classes(run: Run) -> bool:
+    """Return False for a run on numbers, which has no accuracy."""
+    return not run.finished or not math.isnan(run.test_accuracy)
+
+
 def summary_section(groups: Sequence[Group]) -> Section:
-    """Return the section that says what came of the runs."""
+    """Return the section with the results of the runs."""
     compared = [(group, compare(group, groups)) for group in groups]
     held_out = [group.runs[0].settings["validation_fraction"] > 0 for group in groups]
     where = "on held-out samples" if all(held_out) else "on the test set"
     if any(held_out) and not all(held_out):
-        where += ", or on samples held out where --validation-fraction is given"
-    notes = [f"Accuracy: {where}, after the last epoch. Training time: all but evaluation and set-up."]
+        where += ", or on held-out samples with --validation-fraction"
+    notes = [f"Accuracy: {where}, after the last epoch. Training time: without evaluation and set-up."]
     if any(len(group.runs) > 1 for group in groups):
-        notes.append("Runs that differ in the seed only share a row: the mean, and in brackets lowest to highest.")
+        notes.append("Runs that differ only in the seed share a row: mean (lowest to highest).")
     if any(comparison for _, comparison in compared):
         notes.append(
-            "Speed-up and time saved are against the run without freezing and cache on the same work: same data, "
-            "model, epochs, batch size, number of ranks and machine, and the same seed where there is one."
+            "Speed-up and time saved: compared with the run without freezing and cache that has the same data, "
+            "model, epochs, batch size, ranks and machine, and the same seed if there is one."
         )
-    notes.append("Allreduce: gradients that one rank handed over to be averaged. 1 MB is 10^6 bytes.")
+    notes.append("Allreduce: gradients that one rank sent to be averaged. 1 MB is 10^6 bytes.")
     return Section(
         heading="Summary",
         points=tuple(headline(group, comparison) for group, comparison in compared if comparison),
@@ -175,7 +180,7 @@ def summary_section(groups: Sequence[Group]) -> Section:
 
 
 def headline(group: Group, comparison: Comparison) -> str:
-    """Return the outcome of a comparison in one sentence, with both forms of the gain."""
+    """Return the result of a comparison in one sentence, with both forms of the gain."""
     speed_up, saved = comparison.speed_up, comparison.time_saved
     ours, theirs = (tables.accuracy_of_group(each) for each in (group, comparison.baseline))
     change = f"{percent(abs(saved.mean))} {'less' if saved.mean >= 0 else 'more'} training time"
@@ -185,48 +190,48 @@ def headline(group: Group, comparison: Comparison) -> str:
 
 def accuracy_section(runs: Sequence[Run], *, out: Path) -> Section:
     """Return the section with accuracy against training time."""
-    caption = f"Test accuracy against training time, a point an epoch; {number_of_runs(runs)}."
+    caption = f"Test accuracy against training time, one point per epoch; {number_of_runs(runs)}."
     if len(group_by_seed(runs)) < len(runs):
-        caption += " Thick: the mean of time and of accuracy after each epoch; thin: single runs."
+        caption += " Thick lines: mean of time and accuracy per epoch; thin lines: single runs."
     shares = sorted({f"{percent(share)}" for run in runs if (share := run.balance[1]) is not None})
     if shares:
-        caption += f" Classes are unequal: an answer that is always the largest class is {', '.join(shares)} right."
+        caption += f" Classes are unbalanced: always answering the largest class is {', '.join(shares)} accurate."
     picture = draw(figures.plot_accuracy_against_time, runs, name="accuracy-against-time", caption=caption, out=out)
     return Section(heading="Accuracy against time", pictures=(picture,))
 
 
 def phase_section(runs: Sequence[Run], groups: Sequence[Group], *, out: Path) -> Section:
     """Return the section with the seconds by phase."""
-    caption = "Training time of rank 0 by phase (allreduce: the wait that backward does not hide); "
+    caption = "Training time of rank 0 by phase (allreduce: communication time not hidden by the backward pass); "
     caption += f"{number_of_runs(runs)}."
     picture = draw(figures.plot_phases, runs, name="phases", caption=caption, out=out)
     return Section(heading="Where the time goes", pictures=(picture,), tables=(tables.phase_table(groups),))
 
 
 def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
-    """Return the section with cuts and votes, none where nothing was frozen and nobody voted."""
+    """Return the sections with cuts and votes; empty if no run froze a block or voted."""
     moving = [run for run in runs if run.decisions or run.final_cut > 0]
     if not moving:
         return []
     caption = (
-        "The cut, which is the number of frozen blocks, and what each rank proposed at every vote (the marks of one "
-        "vote stand side by side); n = 1 run a panel."
+        "The cut (number of frozen blocks) and the proposal of each rank at every vote (marks of one vote are side "
+        "by side); n = 1 run per panel."
     )
     if len(moving) > figures.MOST_PANELS:
-        caption += f" The first {figures.MOST_PANELS} of {len(moving)} runs."
+        caption += f" Shows the first {figures.MOST_PANELS} of {len(moving)} runs."
     pictures = [draw(figures.plot_cuts, moving, name="cuts", caption=caption, out=out)]
     if weighed := [run for run in moving if any(line.get("gains") for line in run.decisions)]:
         caption = (
-            "The part of what a step gains on unseen samples that each block has, block 0 in front, by the gradients' "
-            "agreement at each vote; the mean over ranks; n = 1 run a panel."
+            "Each block's share of the gain of a step on unseen samples, first block at the bottom, estimated at "
+            "each vote from the agreement of gradients; mean over ranks; n = 1 run per panel."
         )
         pictures.append(draw(figures.plot_gains, weighed, name="gains", caption=caption, out=out))
     voting = [run for run in moving if run.decisions]
     folded = sum(len(run.decisions) for run in voting) > VOTES_UNFOLDED
     votes = tuple(replace(tables.vote_table(run), folded=folded) for run in voting)
     note = (
-        "Proposals and weights are in the order of ranks. Support: the part of the whole weight whose ranks proposed "
-        "that cut or a deeper one. The deepest cut whose support reaches the quorum is taken."
+        "Proposals and weights are in rank order. Support: share of the weight that proposed this cut or a deeper "
+        "one. A vote chooses the deepest cut whose support reaches the quorum."
     )
     return [Section(heading="Votes and cuts", pictures=tuple(pictures), tables=votes, notes=(note,) if voting else ())]
 

@@ -1,4 +1,4 @@
-"""Tables about runs for a person, rows of text with units, and the same as CSV."""
+"""Tables about runs: rows of text with units, and the same as CSV."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from typing import Any
 from hvfreeze.config.flags import words_of
 from hvfreeze.config.tree import Config, given_in, settings_of
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.metrics import WORDS, in_words
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
 from hvfreeze.wording import on_one_line, plural
 
 RANKS_SHOWN = 8
-"""With more ranks than this, equal ballots are counted instead of listed."""
+"""Largest number of ranks whose proposals and weights are listed instead of counted."""
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """Return a fraction as a percentage, a dash where it is not known."""
+    """Return a fraction as a percentage, a dash if it is NaN."""
     return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
 
 
 def accuracy_of(run: Run) -> str:
-    """Return a run's accuracy, with what must be known beside it where classes are unequal."""
+    """Return a run's accuracy or its metrics, with the balanced accuracy if classes are unbalanced."""
+    if run.measured:
+        return in_words({name: value for name, value in run.measured.items() if name != "accuracy"})
     balanced, majority = run.balance
     shown = percent(run.test_accuracy)
     return shown if majority is None else f"{shown} (balanced {percent(balanced or 0)}, majority {percent(majority)})"
 
 
 def accuracy_of_group(group: Group) -> str:
-    """Return the accuracy of a group's runs, with what must be known beside it where classes are unequal."""
+    """Return the accuracy of a group's runs, with balanced accuracy and majority share if classes are unbalanced."""
     accuracy = shown(group.spread(lambda run: run.test_accuracy), percent)
     beside = balance_of(group, [group])
     told = f" (balanced {beside['Balanced accuracy']}, majority {beside['Majority class']})" if beside else ""
@@ -45,7 +48,7 @@ def accuracy_of_group(group: Group) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return seconds with three significant digits, and no more than one decimal from 10 s on."""
+    """Return seconds with three significant digits, and at most one decimal from 10 s on."""
     return f"{value:.0f} s" if value >= 1000 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
@@ -65,7 +68,7 @@ def number(value: float) -> str:
 
 
 def shown(value: Spread, unit: Callable[[float], str]) -> str:
-    """Return a mean, with lowest and highest in brackets where they differ."""
+    """Return a mean, with lowest and highest in brackets if they differ."""
     low, high = (unit(end).rstrip(" %sxMB") for end in (value.low, value.high))
     return unit(value.mean) if low == high else f"{unit(value.mean)} ({low} to {high})"
 
@@ -78,12 +81,12 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
     folded: bool = False
-    """Whether a page may hide it behind its title."""
+    """Whether a page collapses it."""
     prose: frozenset[str] = frozenset()
-    """Titles of the columns that hold text, not numbers."""
+    """Titles of the columns with text instead of numbers."""
 
     def to_text(self) -> str:
-        """Return the table with bars between aligned columns, which is a table in Markdown too, a line a row."""
+        """Return the table as aligned Markdown, one line per row."""
         cells = [tuple(map(on_one_line, row)) for row in (self.columns, *self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         left = [i == 0 or title in self.prose for i, title in enumerate(self.columns)]
@@ -104,7 +107,7 @@ def table_of(rows: Sequence[Mapping[str, str]], *, title: str = "", prose: Seque
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make the folder of `path`; a failure to write there is a RefusedError that names it."""
+    """Create the parent folder of `path`; raises RefusedError, which names it, on a failure to write there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -113,7 +116,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file and make its folder; bytes of file names that are no text stay as they are.
+    """Write a file and create its folder; undecodable bytes of file names stay as they are.
 
     Raises:
         RefusedError: it cannot be written.
@@ -129,7 +132,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def csv_line(cells: Sequence[Any]) -> str:
-    """Return a line of CSV; cells that hold either kind of line end are in quotes, as those of its own are."""
+    """Return a line of CSV; cells that contain line ends are quoted, as csv does with its own."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\r\n").writerow(cells)
     return text.getvalue().removesuffix("\r\n") + "\n"
@@ -144,7 +147,7 @@ def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"run": run.name, "group": group.name, "finished": run.finished, "ranks": run.size}
             row |= {leaf: run.settings[leaf] for leaf in ("model", "data", "freeze", "cut", "cache", "seed")}
             row |= {"test_accuracy": run.test_accuracy, "best_test_accuracy": run.best_accuracy}
-            row |= dict(zip(BALANCE, run.balance))
+            row |= dict(zip(BALANCE, run.balance)) | {f"test_{name}": run.measured[name] for name in run.measured}
             row |= {"epochs": len(run.epochs), "train_seconds": run.train_seconds}
             row["speed_up"] = comparison.speed_up.mean if comparison else None
             row["time_saved"] = comparison.time_saved.mean if comparison else None
@@ -169,7 +172,7 @@ def epoch_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def vote_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return every line of every decisions.jsonl; lists have spaces between their entries."""
+    """Return every line of every decisions.jsonl; entries of lists are separated by spaces."""
     rows = []
     for name, line in ((run.name, line) for group in groups for run in group.runs for line in run.decisions):
         plain = {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in line.items() if key != "shadow"}
@@ -179,7 +182,7 @@ def vote_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def group_label(group: Group) -> str:
-    """Return the group's name, with the number of seeds, or of runs where some share one, and whether it has ended."""
+    """Return the group's name, with the number of seeds (or of runs if some share one), and its progress."""
     different = len({seeds(run) for run in group.runs}) == len(group.runs)
     parts = [plural(len(group.runs), "seed" if different else "run")] if len(group.runs) > 1 else []
     if not group.runs[0].finished:
@@ -188,15 +191,15 @@ def group_label(group: Group) -> str:
 
 
 def epochs_done(run: Run) -> str:
-    """Return how many epochs a run has made, and of how many where that was settled before."""
+    """Return the completed epochs of a run, and the planned ones if known."""
     done, planned = len(run.epochs), run.planned_epochs
     return plural(done, "epoch") if planned is None else f"{done} of {plural(planned, 'epoch')}"
 
 
 def describe_run(run: Run) -> dict[str, str]:
-    """Return how a run trained, by column: model, data, ranks, how it chose its cut, and the cache's mode.
+    """Return how a run trained, by column: model, data, ranks, freezing, and the cache's mode.
 
-    The mode that came of the cache follows the one that was asked for where they differ.
+    If the resulting mode of the cache differs from the requested one, both are shown.
     """
     settings, asked = run.settings, str(run.settings["cache"])
     freeze, weight = str(settings["freeze"]), settings["vote_weight"]
@@ -211,7 +214,7 @@ def describe_run(run: Run) -> dict[str, str]:
 
 
 def summary_table(groups: Sequence[Group]) -> Table:
-    """Return one row per group: what it was, and what came of it."""
+    """Return one row per group: its settings and results."""
     rows = []
     for group in groups:
         comparison = compare(group, groups)
@@ -224,6 +227,7 @@ def summary_table(groups: Sequence[Group]) -> Table:
                 **describe_run(group.runs[0]),
                 "Accuracy": shown(group.spread(lambda r: r.test_accuracy), percent),
                 **balance_of(group, groups),
+                **metrics_of(group, groups),
                 **bits_of(group, groups),
                 "Best accuracy": shown(group.spread(lambda r: r.best_accuracy), percent),
                 "Training time": shown(group.spread(lambda r: r.train_seconds), seconds),
@@ -238,7 +242,7 @@ def summary_table(groups: Sequence[Group]) -> Table:
 
 
 def balance_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
-    """Return the columns that tell how good an accuracy is where classes are unequal; none where all are equal."""
+    """Return the columns for unbalanced classes; empty if all runs have balanced classes."""
     if not any(run.balance[1] is not None for other in groups for run in other.runs):
         return {}
     cells = {}
@@ -248,8 +252,19 @@ def balance_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
     return cells
 
 
+def metrics_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
+    """Return a column for each metric by which a run of any group was compared."""
+    names = dict.fromkeys(name for other in groups for run in other.runs for name in run.measured)
+    cells = {}
+    for name in (name for name in names if name not in ("accuracy", "balanced_accuracy")):
+        title = WORDS[name][:1].upper() + WORDS[name][1:]
+        known = [run.measured[name] for run in group.runs if name in run.measured]
+        cells[title] = f"{sum(known) / len(known):.4g}" if known else ""
+    return cells
+
+
 def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
-    """Return the column of bits per character, empty for a group of images; no column where all are images."""
+    """Return the column of bits per character, empty for a group of images; no column if all are images."""
     key = "test_bits_per_character"
     if not any(key in line for other in groups for run in other.runs for line in run.metrics):
         return {}
@@ -258,7 +273,7 @@ def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
 
 
 def models_table(run: Run) -> Table:
-    """Return one row per model of a run that trained several at once: how each did after the last epoch."""
+    """Return one row per model of a run that trained several: the results after the last epoch."""
     found = run.metrics[-1].get("models", {})
     unequal = any("test_majority_share" in scores for scores in found.values())
     columns: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -276,7 +291,7 @@ def models_table(run: Run) -> Table:
 
 
 def phase_table(groups: Sequence[Group]) -> Table:
-    """Return seconds by phase, a row per phase that took any time, a column per group."""
+    """Return seconds by phase: a row per phase that took any time, a column per group."""
     used = [p for p in TRAINING_PHASES if any(run.seconds[p] > 0 for group in groups for run in group.runs)]
     rows = [(p, *(shown(group.spread(lambda r, p=p: r.seconds[p]), seconds) for group in groups)) for p in used]  # type: ignore[misc]
     total = ("all", *(shown(group.spread(lambda r: r.train_seconds), seconds) for group in groups))
@@ -285,7 +300,7 @@ def phase_table(groups: Sequence[Group]) -> Table:
 
 
 def vote_table(run: Run) -> Table:
-    """Return one row per vote: who proposed what with which weight, what that supported, and what came of it."""
+    """Return one row per vote: proposals, weights, support and result."""
     shadows = sorted({name for line in run.decisions for name in line.get("shadow", {})})
     rows = [
         {"Vote": str(position), **vote_row(line), **{f"Shadow {name}": shadow_cell(line, name) for name in shadows}}
@@ -314,20 +329,20 @@ def vote_row(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ballots(values: Sequence[str]) -> str:
-    """Return one value per rank, in the order of ranks; for many ranks, how often each occurs."""
+    """Return one value per rank in rank order; for many ranks, the number of each value."""
     if len(values) <= RANKS_SHOWN:
         return ", ".join(values)
     return ", ".join(f"{plural(count, 'time')} {value}" for value, count in Counter(values).most_common())
 
 
 def shadow_cell(line: Mapping[str, Any], name: str) -> str:
-    """Return the cut that a shadow criterion would have given, and the proposals behind it."""
+    """Return the cut that a shadow criterion would have chosen, and the proposals behind it."""
     scored = line.get("shadow", {}).get(name)
     return f"{scored['cut']} ({ballots([str(p) for p in scored['proposals']])})" if scored else ""
 
 
 def command_table(groups: Sequence[Group]) -> Table:
-    """Return for each group the flags that differ from the defaults."""
+    """Return the flags that differ from the defaults for each group."""
     rows = [
         {"Run": group_label(group), "Command": command(group.runs[0], num_runs=len(group.runs))} for group in groups
     ]
@@ -348,7 +363,7 @@ def command(run: Run, *, num_runs: int = 1) -> str:
 
 
 def environment_table(groups: Sequence[Group]) -> Table:
-    """Return what the runs ran on, a row per fact, a column per environment that differs."""
+    """Return the environment of the runs: a row per fact, a column per environment that differs."""
     found: dict[str, tuple[dict[str, str], list[str]]] = {}
     for run in (run for group in groups for run in group.runs):
         facts = environment_facts(run)
@@ -361,7 +376,7 @@ def environment_table(groups: Sequence[Group]) -> Table:
 
 
 def environment_facts(run: Run) -> dict[str, str]:
-    """Return the facts of environment.json as text, a fact for each library's version."""
+    """Return the facts of environment.json as text, one per library version."""
     facts: dict[str, str] = {}
     for key, value in run.environment.items():
         if key == "versions":
@@ -369,7 +384,7 @@ def environment_facts(run: Run) -> dict[str, str]:
         elif key == "hosts":
             facts["hosts"] = ", ".join(f"{host} ({plural(n, 'rank')})" for host, n in Counter(value).items())
         elif key == "resumed":
-            facts["resumed, not as before"] = "; ".join(what for time in value for what in time["changed"])
+            facts["resumed with changes"] = "; ".join(what for time in value for what in time["changed"])
         else:
             facts["ranks" if key == "size" else key] = str(value)
     return facts

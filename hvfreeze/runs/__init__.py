@@ -1,1 +1,1 @@
-"""The run directory: what is written there, by whom and how safely, and how it is read again."""
+"""The run directory: the files of a run, how they are written safely, and how they are read again."""

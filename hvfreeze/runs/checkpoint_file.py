@@ -1,9 +1,9 @@
-"""Checkpoints: one file each, published atomically, verified by a digest, loaded without running anything.
+"""Checkpoints: one file each, published atomically, verified by a digest, loaded without running code.
 
 A file is a line of JSON (`step`, `size`, `sections`), then as many sections as `sections` has lengths, then the SHA-256
-of all that as 64 hexadecimal digits. The first section is what ranks share, the others are theirs in rank order; each
-is a `torch.save` archive of plain values and tensors. Rank 0 writes and reads, one rank's section in memory at a time,
-so that only rank 0 needs the directory and never more than one section's memory.
+of all that as 64 hexadecimal digits. The first section is the state shared by all ranks, the others are the ranks' own
+in rank order; each is a `torch.save` archive of plain values and tensors. Rank 0 reads and writes one rank's section at
+a time, so only rank 0 needs the directory, and memory for one section.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ BLOCK = 2**24
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Return the file of the checkpoint after `step` steps."""
+    """Return the path of the checkpoint after `step` steps."""
     return directory / f"step-{step:08d}.pt"
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints in a folder by their steps, which may have more digits than names make room for."""
+    """Return the checkpoints in a folder in the order of their steps, which may exceed the padding of names."""
     found = {path.stem.removeprefix("step-"): path for path in directory.glob("step-*.pt")}
     return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the checkpoint with the most steps, None where there is none."""
+    """Return the checkpoint with the most steps, None without one."""
     return next(reversed(checkpoints_in(directory)), None)
 
 
@@ -64,18 +64,18 @@ def unpacked(data: Tensor, *, name: str) -> dict[str, Any]:
     except RefusedError:
         raise
     except Exception as error:  # what is no archive of plain values makes the unpickler raise anything
-        raise RefusedError(f"checkpoint {name} holds more than plain values and is refused") from error
+        raise RefusedError(f"checkpoint {name} contains more than plain values and is refused") from error
     if not isinstance(state, dict):
-        raise RefusedError(f"checkpoint {name} holds no run's state and is refused")
+        raise RefusedError(f"checkpoint {name} does not contain the state of a run and is refused")
     return state
 
 
 class Saving:
-    """A checkpoint on its way to the disk, in a thread of its own; a crash at any moment leaves the older ones whole.
+    """Writes a checkpoint in a separate thread; older ones stay complete if the process crashes.
 
-    Call `put` with each section in turn, which waits while two are still to be written, and `finish` when they have
-    all been put. What goes wrong waits for `result`. When it is safe on the disk, older ones are removed: all but the
-    last, or all with `alone`, as where they count steps otherwise.
+    Call `put` with each section in turn, which waits while two sections are pending, and `finish` after the last.
+    `result` raises any error. When the file is safe on the disk, older ones are removed: all but the last, or all with
+    `alone`, as when they count steps differently.
     """
 
     def __init__(self, directory: Path, *, step: int, size: int, lengths: Sequence[int], alone: bool = False) -> None:
@@ -89,19 +89,19 @@ class Saving:
         self._parts.put(memoryview(json.dumps(header).encode() + b"\n"))
 
     def put(self, section: Tensor) -> None:
-        """Hand over a section, uint8 [length], that nobody changes any more."""
+        """Queue a section, uint8 [length], which must not change any more."""
         self._parts.put(memoryview(section.numpy()))
 
     def finish(self) -> None:
-        """Say that all sections have been put; returns at once."""
+        """Mark the last section as queued; returns at once."""
         self._finished = True
         self._parts.put(None)
 
     def result(self) -> None:
-        """Return when the file is safe on the disk.
+        """Wait until the file is safe on the disk.
 
         Raises:
-            RefusedError: it could not be written, as on a full disk; older checkpoints are untouched.
+            RefusedError: it could not be written, e.g. because the disk is full; older checkpoints are untouched.
         """
         self._thread.join()
         if self._failure is not None:
@@ -109,7 +109,7 @@ class Saving:
             raise failure
 
     def let_go(self) -> None:
-        """Return when nothing is written any more; a checkpoint that was put whole is kept, a part of one is not."""
+        """Wait until writing has stopped; a completely queued checkpoint is kept, an incomplete one is removed."""
         if self._thread.is_alive() and not self._finished:
             self._broken = True
             self._parts.put(None)
@@ -128,7 +128,7 @@ class Saving:
                     digest.update(part)
                 ended = True
                 if self._broken:
-                    raise RefusedError(f"{self.path} was not finished")
+                    raise RefusedError(f"{self.path} was not written completely")
                 file.write(digest.hexdigest().encode())
             others = [path for path in checkpoints_in(self.path.parent) if path != self.path]
             for old in others if self._alone else others[: 1 - KEPT]:
@@ -136,7 +136,7 @@ class Saving:
         except HvfreezeError as error:
             self._failure = error
         except OSError as error:
-            self._failure = RefusedError(f"{self.path.parent} cannot be kept in order: {error.strerror}")
+            self._failure = RefusedError(f"old checkpoints in {self.path.parent} cannot be removed: {error.strerror}")
         # Whoever puts must not wait for a thread that has given up.
         while not ended and self._parts.get() is not None:
             pass
@@ -144,17 +144,17 @@ class Saving:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified file; its sections are read when they are asked for."""
+    """A verified checkpoint file; its sections are read on demand."""
 
     path: Path
     step: int
     size: int
-    """How many ranks wrote it."""
+    """Number of ranks that wrote it."""
     offsets: tuple[int, ...]
-    """Where each section begins; the last entry is where the last one ends."""
+    """Offset of each section; the last entry is the end of the last section."""
 
     def section(self, number: int) -> Tensor:
-        """Return a section as uint8 [length]: 0 is what ranks share, 1 + r is rank r's."""
+        """Return a section as uint8 [length]: 0 is the shared state, 1 + r that of rank r."""
         first, last = self.offsets[number : number + 2]
         with open_plain(self.path) as file:
             file.seek(first)
@@ -165,10 +165,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
-    """Return the checkpoint in `path`, every byte of which has been verified.
+    """Return the checkpoint at `path`, after verifying every byte.
 
     Raises:
-        RefusedError: the file is damaged, of another world size than `size` where one is given, or no plain file.
+        RefusedError: the file is damaged, has another world size than `size` (if given), or is not a regular file.
     """
     with open_plain(path) as file:
         line = file.readline(LONGEST_HEADER)
@@ -184,15 +184,15 @@ def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
             raise damaged(path)
     if saved_size != size and size is not None:
         raise RefusedError(
-            f"checkpoint {path} was written by {saved_size} ranks and cannot resume on {size} bit for bit; "
-            f"start {saved_size}, or add --resume-inexact to deal its state out anew, which is recorded"
+            f"checkpoint {path} was written by {saved_size} ranks and cannot resume bit for bit on {size}; start "
+            f"{saved_size} ranks, or add --resume-inexact to redistribute its state (the change is recorded)"
         )
     offsets = np.cumsum([len(line), *lengths]).tolist()
     return Checkpoint(path, step, saved_size, tuple(offsets))
 
 
 def header_in(line: bytes) -> tuple[int, int, list[int]] | None:
-    """Return (size, step, lengths of the sections) from a file's first line, None where it is no such line."""
+    """Return (size, step, lengths of the sections) from the first line of a file, None if it is invalid."""
     try:
         header = json.loads(line)
         size, step, lengths = header["size"], header["step"], header["sections"]
@@ -205,17 +205,17 @@ def header_in(line: bytes) -> tuple[int, int, list[int]] | None:
 
 
 def open_plain(path: Path) -> Any:
-    """Open a file for reading; what is no plain file, and might never answer, is refused."""
+    """Open a file for reading; raises RefusedError for anything but a regular file, which could block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise RefusedError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RefusedError(f"checkpoint {path} is no plain file and is refused")
+        raise RefusedError(f"checkpoint {path} is not a regular file and is refused")
     return open(descriptor, "rb")
 
 
 def damaged(path: Path) -> RefusedError:
-    """Return the refusal of a file whose bytes are not those that were written."""
-    return RefusedError(f"checkpoint {path} is damaged; remove it to resume from the one before it")
+    """Return the error for a file whose bytes do not match its digest."""
+    return RefusedError(f"checkpoint {path} is damaged; remove it to resume from the previous one")

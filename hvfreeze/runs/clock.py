@@ -1,4 +1,4 @@
-"""Where a run's seconds go: every instant belongs to exactly one phase."""
+"""Measures the time of a run by phase: every instant belongs to exactly one phase."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 STEP_PHASES = ("data", "forward", "backward", "allreduce", "optimizer", "vote", "cache_read", "cache_write")
 BESIDE_TRAINING = ("checkpoint", "evaluate")
-"""Phases that are no part of a step."""
+"""Phases that are not part of a training step."""
 PHASES = STEP_PHASES + BESIDE_TRAINING
 
 
 class PhaseClock:
-    """Adds up wall-clock seconds by phase, and this process's processor seconds, of all its threads, in them.
+    """Sums wall-clock seconds by phase, and the processor seconds of all threads of this process.
 
-    Time that no phase claimed, such as the loop's own, belongs to the phase before it, so that all add up to the whole.
+    Time outside of any phase, such as the loop's own, belongs to the previous phase, so the sum is the total time.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PhaseClock:
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
-        """Count time for `phase` from now on; return the phase that ended."""
+        """Start phase `phase`; return the previous phase."""
         now, used = time.perf_counter(), time.process_time()
         self.seconds[self._phase] += now - self._since
         self.processor[self._phase] += used - self._processor_since
@@ -35,7 +35,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Count time for `phase` inside the block, then go on with the phase before it."""
+        """Run the block in phase `phase`, then return to the previous phase."""
         before = self.enter(phase)
         try:
             yield
@@ -43,20 +43,20 @@ class PhaseClock:
             self.enter(before)
 
     def restart(self) -> None:
-        """Forget the time since the last switch of phases."""
+        """Drop the time since the last change of phases."""
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase up to now."""
+        """Return the seconds of each phase up to now."""
         self.enter(self._phase)
         return dict(self.seconds)
 
     def processor_seconds(self) -> float:
-        """Return the processor seconds of training up to now: those of all phases but evaluation and checkpoints."""
+        """Return the processor seconds of training up to now: all phases except evaluation and checkpoints."""
         self.enter(self._phase)
         return sum(used for phase, used in self.processor.items() if phase not in BESIDE_TRAINING)
 
 
 def train_seconds(seconds: dict[str, float]) -> float:
-    """Return the training time: all phases but evaluation."""
+    """Return the seconds of training: all phases except evaluation."""
     return sum(value for phase, value in seconds.items() if phase != "evaluate")

@@ -1,4 +1,4 @@
-"""The run directory: its name, whether a run may use it, and what is written there first."""
+"""The run directory: its name, checks before a run may use it, and the files written first."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from hvfreeze.runs.reading import read_config, read_object
 from hvfreeze.runs.record import Record
 
 PER_RANK = ("run_dir", "json", "quiet", "data_dir", "cache_dir")
-"""Leaves that may differ between ranks: rank 0's counts, or every machine has its own path."""
+"""Settings that may differ between ranks, because rank 0's count or every machine has its own path."""
 PATIENCE_SECONDS = 12.0
-"""How long a resumption waits for the job before it to be gone: ranks outlive a launcher that was killed by 8 s."""
+"""Seconds that a resumed run waits for the previous job to end: ranks survive a killed launcher by 8 s."""
 PATIENCE_ELSEWHERE_SECONDS = 150.0
-"""The same for a job on another host: when it loses power, a file server keeps its lock, NFSv4 for 90 s by default."""
+"""The same for a job on another host: after a power loss, a file server keeps its lock, NFSv4 for 90 s by default."""
 
 
 LONGEST_WORD = 64
-"""Characters of a directory's name, of which file systems allow 255; a model is named with all of its layers."""
+"""Largest number of characters of a directory's name; file systems allow 255, and a model's name may list its
+layers."""
 
 
 def directory_name(*words: str) -> str:
-    """Return the time, the words, and six random digits, which tell jobs apart that start in the same second."""
+    """Return a name of time, words, and six random digits, which separate jobs that start in the same second."""
     safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:LONGEST_WORD] for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 
 def resuming(directory: Path, *, ranks: int) -> str:
-    """Return the command that goes on with a directory's run, on so many ranks."""
+    """Return the command that resumes a directory's run on so many ranks."""
     # Unbound, as guides start ranks: Open MPI binds each of two to one core, and with other threads no bit is the same.
     launcher = ["mpirun", "-np", str(ranks), "--bind-to", "none"] if ranks > 1 else []
     command = "train"
@@ -52,13 +53,13 @@ def resuming(directory: Path, *, ranks: int) -> str:
 
 
 def check_directory(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
-    """Return what resuming in `directory`, which is absolute, changes, after checking that the run may use it.
+    """Check that a run may use `directory` (absolute path); return what resuming in it changes.
 
-    Nothing on disk is changed. `environment` is environment.json's object of this job.
+    Nothing on disk is changed. `environment` is the content of environment.json for this job.
 
     Raises:
-        UsageError: it cannot be written, is in use, belongs to somebody else, or holds a run that is not to be resumed.
-        RefusedError: --resume of another run, or of one that could not go on exactly; the message shows the difference.
+        UsageError: it cannot be written, is in use, belongs to another user, or contains a run without --resume.
+        RefusedError: --resume of another run, or of one that cannot continue exactly; the message shows the difference.
     """
     try:
         if not directory.exists():
@@ -76,14 +77,14 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
 
 
 def changed_settings(directory: Path, settings: Settings, environment: Mapping[str, Any]) -> list[str]:
-    """Return what resuming the run in `directory` changes; nothing where there is no run."""
+    """Return what resuming the run in `directory` changes; empty if there is no run."""
     known, before = directory / "config.yaml", directory / "environment.json"
     if not known.exists():
         if (left := left_over(directory)) and not settings["run"]["resume"]:
             # The lines of both would be read as one run's, and the newest checkpoint is found by its number.
             raise UsageError(
-                f"--run-dir ({directory}) holds {left} of a run, but no config.yaml; put that back and continue the "
-                "run with --resume, empty the directory, or choose another"
+                f"--run-dir ({directory}) contains {left} of a run, but no config.yaml; restore config.yaml and "
+                "continue with --resume, empty the directory, or choose another"
             )
         return []
     ran_on = read_object(before, ()) if before.exists() else {}
@@ -91,9 +92,9 @@ def changed_settings(directory: Path, settings: Settings, environment: Mapping[s
 
 
 def left_over(directory: Path) -> str:
-    """Return what a run has left in a directory that another one would take for its own; nothing where there is none.
+    """Return which files of an incomplete run another run would take for its own; "" if there are none.
 
-    One that has ended before its first step leaves empty files.
+    A run that has ended before its first step leaves empty files, which do not count.
     """
     lines = directory / "metrics.jsonl"
     found = {"lines": lines.is_file() and lines.stat().st_size > 0, "checkpoints": (directory / "checkpoints").exists()}
@@ -101,15 +102,15 @@ def left_over(directory: Path) -> str:
 
 
 def check_can_be_made(directory: Path) -> None:
-    """Refuse a directory that cannot be made where it is to lie."""
+    """Raise UsageError if a directory cannot be created at its place."""
     above = next(parent for parent in directory.parents if parent.exists())
     if not above.is_dir():
-        raise unusable(directory, f"cannot be written: {above} is no folder")
+        raise unusable(directory, f"cannot be written: {above} is not a directory")
     check_writable(above)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OSError for a folder that the operating system will not let us write, without trying."""
+    """Raise OSError if the operating system does not permit writing to a folder, without trying."""
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         code = errno.EROFS if read_only else errno.EACCES
@@ -117,27 +118,27 @@ def check_writable(folder: Path) -> None:
 
 
 def check_owners(directory: Path) -> None:
-    """Refuse a directory of somebody else, or in which somebody else has put something, such as a link.
+    """Raise UsageError if a directory belongs to another user, or contains a file or link of another user.
 
-    The superuser may use anybody's directory.
+    The superuser may use any user's directory.
     """
     if not directory.is_dir():
-        raise unusable(directory, "cannot be written: it is no folder")
+        raise unusable(directory, "cannot be written: it is not a directory")
     owner, me = directory.stat().st_uid, os.geteuid()
     if me not in (0, owner):
         raise unusable(directory, f"belongs to another user (id {owner})")
     for path in directory.iterdir():
         theirs = path.lstat().st_uid
         if theirs not in (me, owner):
-            raise unusable(directory, f"holds {path.name}, which belongs to another user (id {theirs})")
+            raise unusable(directory, f"contains {path.name}, which belongs to another user (id {theirs})")
 
 
 def open_record(
     directory: Path, settings: Settings, *, environment: Mapping[str, Any], file: Mapping[str, Any] | None = None
 ) -> Record:
-    """Make a directory that `check_directory` accepts, private, lock it, and open the run's logs in it.
+    """Create a private directory that passes `check_directory`, lock it, and open the run's logs.
 
-    config.yaml holds `file`, or the settings. A directory that cannot be used is left as it was.
+    config.yaml contains `file`, or the settings. A directory that cannot be used is left unchanged.
 
     Raises:
         UsageError: the directory cannot be written, or another job has taken it since.
@@ -161,7 +162,7 @@ def open_record(
 
 
 def make_private(directory: Path) -> bool:
-    """Make a directory that nobody else can enter, or take away what lets others write to one; tell if it is new."""
+    """Create a private directory, or forbid other users to write to an existing one; return True if it is new."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir(mode=PRIVATE_FOLDER)
@@ -173,5 +174,5 @@ def make_private(directory: Path) -> bool:
 
 
 def unusable(directory: Path, why: str) -> UsageError:
-    """Return the refusal of a run directory."""
+    """Return the error for an unusable run directory."""
     return UsageError(f"--run-dir ({directory}) {why}; choose another")

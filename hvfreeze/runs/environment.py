@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processors, hosts and threads."""
+"""The environment of a run: versions, processors, hosts and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "h5py", "numpy", "hvfreeze")
 OF_EVERY_RANK = ("processor", "capability", "threads")
-"""Facts in which the ranks of a job may differ."""
+"""Facts that may differ between the ranks of a job."""
 
 
 def facts_of_this_rank() -> dict[str, Any]:
@@ -35,9 +35,9 @@ def facts_of_this_rank() -> dict[str, Any]:
 
 
 def describe_environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return environment.json's object from every rank's facts, in the order of ranks.
+    """Return the content of environment.json from every rank's facts, in rank order.
 
-    A fact of `OF_EVERY_RANK` is a list of one value per rank where they differ; the others are rank 0's.
+    A fact in `OF_EVERY_RANK` is a list of one value per rank if they differ; the others are rank 0's.
     """
     found: dict[str, Any] = {"size": len(ranks), "hosts": [facts["host"] for facts in ranks]}
     for name, value in ranks[0].items():
@@ -48,7 +48,7 @@ def describe_environment(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def source_digest(top: Path = Path(__file__).parents[1]) -> str:
-    """Return the SHA-256 over names and contents of all modules below `top`, this package's folder, as hex."""
+    """Return the SHA-256 over names and contents of all modules below `top`, this package's folder, in hexadecimal."""
     digest = hashlib.sha256()
     # Not rglob: the cache is a link in a source tree.
     paths = [Path(folder) / name for folder, _, names in os.walk(top, followlinks=True) for name in names]
@@ -59,7 +59,7 @@ def source_digest(top: Path = Path(__file__).parents[1]) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's name as the kernel tells it."""
+    """Return the processor's name from the kernel."""
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -69,7 +69,7 @@ def processor_name() -> str:
 
 @cache
 def version_of(package: str) -> str | None:
-    """Return an installed package's version, None where it is not installed."""
+    """Return an installed package's version, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

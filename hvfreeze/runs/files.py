@@ -1,4 +1,4 @@
-"""Files of a run directory, and the lock that keeps it to one job at a time."""
+"""Files of a run directory, and the lock that allows one job at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from hvfreeze.files import PRIVATE_FOLDER, FileLock, LockedError, open_new, repl
 
 @contextmanager
 def publishing(target: Path) -> Iterator[BinaryIO]:
-    """Open a file that becomes `target` at the end of the block: readers see the old file or the whole new one.
+    """Open a file that becomes `target` at the end of the block, atomically: readers see the old or the new file.
 
-    What was written is on the disk when the block is left: a crash at any moment leaves one of the two. A link at
-    `target` is replaced, not followed.
+    The contents are on the disk when the block ends. A link at `target` is replaced, not followed.
 
     Raises:
-        RefusedError: the file cannot be written; what was there before is untouched.
+        RefusedError: the file cannot be written; the previous file is untouched.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     try:
@@ -38,8 +37,8 @@ def publishing(target: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink()
         raise RefusedError(
-            f"{target} cannot be written ({reason_of(error)}); nothing that was there before is lost; "
-            "free space or choose another --run-dir, then start again with --resume"
+            f"{target} cannot be written ({reason_of(error)}); earlier files are intact; free some space or choose "
+            "another --run-dir, then add --resume"
         ) from error
     except BaseException:
         with suppress(OSError):
@@ -48,10 +47,10 @@ def publishing(target: Path) -> Iterator[BinaryIO]:
 
 
 def publish(target: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Write `parts`, one after the other, as `target`; see `publishing`.
+    """Write `parts`, concatenated, as `target`; see `publishing`.
 
     Raises:
-        RefusedError: the file cannot be written; what was there before is untouched.
+        RefusedError: the file cannot be written; the previous file is untouched.
     """
     with publishing(target) as file:
         for part in parts:
@@ -59,7 +58,7 @@ def publish(target: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error's reason that says something."""
+    """Return the first non-empty line of an error's reason."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return next(filter(None, map(str.strip, text.splitlines())), type(error).__name__)
 
@@ -69,11 +68,11 @@ PAUSE_SECONDS = 0.2
 
 
 def lock_directory(directory: Path) -> FileLock:
-    """Return the lock of a directory that this process alone may use.
+    """Lock a directory for this process, and return the lock.
 
     Raises:
         UsageError: another process has it.
-        OSError: the lock's file cannot be made.
+        OSError: the lock file cannot be created.
     """
     try:
         lock = FileLock(directory / NAME)
@@ -84,11 +83,11 @@ def lock_directory(directory: Path) -> FileLock:
 
 
 def check_unlocked(directory: Path, *, patience_seconds: tuple[float, float] = (0.0, 0.0)) -> None:
-    """Refuse a directory that another job is using, still after some patience; nothing is changed.
+    """Raise UsageError if another job is still using a directory after some waiting time; changes nothing.
 
     Args:
-        directory: which one.
-        patience_seconds: with a job on this host, and with one on another, of which a note is printed.
+        directory: the directory.
+        patience_seconds: waiting times for a job on this host, and for one on another host, which is announced.
 
     Raises:
         UsageError: another process has locked it.
@@ -107,21 +106,23 @@ def check_unlocked(directory: Path, *, patience_seconds: tuple[float, float] = (
                 raise in_use(directory, locked) from None
             if other and not told:
                 told = True
-                note = f"--run-dir ({directory}) is locked by {locked.holder}; waiting up to {limit:.0f} s for its end"
+                note = (
+                    f"--run-dir ({directory}) is locked by {locked.holder}; waiting up to {limit:.0f} s for it to end"
+                )
                 print(f"hvfreeze: note: {note}", file=sys.stderr, flush=True)
             time.sleep(PAUSE_SECONDS)
 
 
 def other_host(locked: LockedError) -> str:
-    """Return the host that a lock's note names; nothing where that is this one, or there is no such note."""
+    """Return the host in a lock's note; "" if it is this host, or there is no such note."""
     host = locked.holder.partition(" on ")[2]
     return "" if host == socket.gethostname() else host
 
 
 def in_use(directory: Path, locked: LockedError) -> UsageError:
-    """Return the refusal of a locked directory."""
+    """Return the error for a locked directory."""
     other = other_host(locked)
-    gone = f"; where {other} is down for good, remove {directory / NAME}" if other else ""
+    gone = f"; if {other} is down for good, remove {directory / NAME}" if other else ""
     return UsageError(
-        f"--run-dir ({directory}) is in use by {locked.holder}; wait for its end, or choose another{gone}"
+        f"--run-dir ({directory}) is in use by {locked.holder}; wait until it ends, or choose another{gone}"
     )

@@ -1,4 +1,4 @@
-"""Whether a run that is resumed is the run that a directory holds, and goes on as that would have gone on."""
+"""Compares a resumed run with the run in a directory: whether it is the same, and whether it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from typing import Any
 
 from hvfreeze.config.rules import is_downloaded, is_table
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.user_code import HF
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
 OF_CACHE = ("cache_dir", "cache_limit", "cache_shared", "cache_failure")
-HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "tensorboard", "data_dir", *OF_CACHE)
-"""Leaves of the configuration that may differ between a run and its resumption: they never change a result."""
+HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "track", "data_dir", *OF_CACHE)
+"""Settings that may change when a run is resumed, because they never change a result."""
 PATHS = ("data", "data_dir", "test_table", "cache_dir", "run_dir", "weights", "tasks")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")
-"""Leaves of which something else is compared: what they came to."""
+"""Settings that are compared by their effect."""
 FACTS = ("threads", "processor", "capability")
 VERSIONS = ("torch", "torchvision", "horovod", "numpy", "hvfreeze")
-"""What bits depend on beside the configuration."""
+"""Facts besides the configuration that determine bits."""
 
 
 def absolute(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return a configuration whose paths mean the same in every working directory."""
+    """Return a configuration whose paths do not depend on the working directory."""
     return {section: absolute_leaves(leaves) for section, leaves in settings.items()}
 
 
 def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by leaf, with their paths as in `absolute`."""
+    """Return settings by name, with absolute paths; see `absolute`."""
 
     def resolved(leaf: str, value: Any) -> Any:
         is_path = leaf in PATHS and isinstance(value, str) and value != "none"
         is_path = is_path and not (leaf == "weights" and is_downloaded(value))
+        if leaf == "data" and str(value).startswith(HF):
+            return HF + os.path.abspath(value.removeprefix(HF))
         is_path = is_path and (leaf != "data" or is_table(value))
         # `~` is a home where the file of the weights is opened, and a name like any other elsewhere.
         return os.path.abspath(os.path.expanduser(value) if leaf == "weights" else value) if is_path else value
@@ -41,7 +44,7 @@ def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_run(held: Settings, settings: Settings) -> list[str]:
-    """Return in what `settings` are another run than the one `held`; --epochs may grow."""
+    """Return the differences that make `settings` another run than `held`; --epochs may grow."""
     found = [
         f"{leaf}: {held.get(section, {}).get(leaf)!r} there, {value!r} here"
         for section, leaves in settings.items()
@@ -55,10 +58,10 @@ def other_run(held: Settings, settings: Settings) -> list[str]:
 
 
 def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what makes a resumption differ, in bits, from a run that never stopped.
+    """Return the differences that make a resumed run differ in bits from an uninterrupted one.
 
-    `held` and `before` are the configuration and environment.json's object of the run that stopped, `settings` and
-    `now` those of the job that resumes it.
+    `held` and `before` are the configuration and environment.json of the interrupted run, `settings` and `now` those of
+    the job that resumes it.
     """
     pairs = [("cached as", *(stored_as(tree["cache"]) for tree in (held, settings)))]
     # Another number of ranks is the checkpoint's to judge.
@@ -74,7 +77,7 @@ def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: 
 
 
 def stored_as(cache: Mapping[str, Any]) -> str:
-    """Return how activations come back from the cache: exactly, however that is asked for, or rounded."""
+    """Return in words whether cached activations are exact or rounded."""
     exact = cache["cache"] == "off" or cache["cache_dtype"] == "native"
     return "exact values" if exact else f"{cache['cache_dtype']} ({cache['cache']})"
 
@@ -82,26 +85,28 @@ def stored_as(cache: Mapping[str, Any]) -> str:
 def changes(
     held: Settings, settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any], *, place: str
 ) -> list[str]:
-    """Return what a resumption changes on purpose, to be recorded and said.
+    """Return the intended changes of a resumed run, for the record and the log.
 
-    Raises UsageError where --resume was not given, RefusedError where it is another run, or going on would not be
-    exact and --resume-inexact was not given.
+    Raises UsageError without --resume, and RefusedError if it is another run, or cannot continue exactly without
+    --resume-inexact.
     """
     run = settings["run"]
     if not run["resume"]:
-        raise UsageError(f"--run-dir ({place}) holds a run; continue it with --resume, or choose another --run-dir")
+        raise UsageError(
+            f"--run-dir ({place}) already contains a run; add --resume to continue it, or choose another --run-dir"
+        )
     held, settings = absolute(held), absolute(settings)
     others = other_run(held, settings)
     if others:
         raise RefusedError(
-            f"--resume: {place} holds another run ({'; '.join(others)}); give what it began with, as flags that are "
-            "left out do, or choose another --run-dir"
+            f"--resume: {place} contains a run with other settings ({'; '.join(others)}); pass the same values "
+            "again (a flag that you leave out keeps its value), or choose another --run-dir"
         )
     rounded = inexact(held, settings, before, now)
     if rounded and not run["resume_inexact"]:
         raise RefusedError(
-            f"--resume: {place} cannot go on bit for bit ({'; '.join(rounded)}); restore that, "
-            "or add --resume-inexact to go on all the same, which is recorded"
+            f"--resume: {place} cannot continue bit for bit ({'; '.join(rounded)}); restore these, or add "
+            "--resume-inexact to continue anyway (the change is recorded)"
         )
     there, here = held["optimizer"]["epochs"], settings["optimizer"]["epochs"]
     return rounded + ([f"epochs: {there} there, {here} here"] if here > there else [])

@@ -1,32 +1,28 @@
-"""What a run tells its user: lines on standard output and in the log, a bar or lines about how far it is, curves."""
+"""Output for the user: log lines, and a progress bar or progress lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from hvfreeze.errors import UsageError
-
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_LOOKS = 0.5
 LEAST_SHARE = 0.05
-"""Of the steps, that must be made before the time of the others is estimated."""
+"""Share of the steps that must be done before the remaining time is estimated."""
 WITHOUT_REST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-"""Of tqdm's bar what is left out is how long the rest takes."""
+"""tqdm's format without the remaining time."""
 
 
 class RunLogger:
-    """Prints lines on rank 0 unless the run is quiet, and keeps them in a log.
+    """Prints lines on rank 0 unless the run is quiet, and appends them to a log.
 
-    Until `log_to` names the log, lines wait for it: the run directory is made last. Standard output that takes no more,
-    as on a full disk or a pipe whose reader has gone, does not end a run.
+    Until `log_to` sets the log, lines are buffered, because the run directory is created last. Closed or full standard
+    output, such as a broken pipe, does not end a run.
     """
 
     def __init__(self, *, rank: int, quiet: bool) -> None:
@@ -35,7 +31,7 @@ class RunLogger:
         self._log: Callable[[str], None] = self._waiting.append
 
     def info(self, text: str) -> None:
-        """Print a line, above the bar where there is one, and log it; lines below it are logged only."""
+        """Print a line, above the bar if there is one, and log it; lines after a line end are logged only."""
         if self.logs:
             self._log(text)
         if self.prints:
@@ -44,25 +40,25 @@ class RunLogger:
                 sys.stdout.flush()
 
     def log_to(self, log: Callable[[str], None]) -> None:
-        """Call `log` with each line so far, and each to come."""
+        """Call `log` with each previous line, and with each future one."""
         self._log = log
         for text in self._waiting:
             log(text)
 
 
 def encodable(text: str) -> str:
-    """Return text that standard output can show; characters that its encoding lacks are escaped."""
+    """Return text that standard output can encode; other characters are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Progress:
-    """How far a run is: a bar on a terminal, else lines, after 30 seconds, 60 more, 90 more; nothing on ranks but 0.
+    """Progress of a run on rank 0: a bar on a terminal, else lines after 30 seconds, 60 more, 90 more.
 
     Args:
-        logger: says the lines; None shows nothing.
-        total: steps of the run, as is planned now.
-        done: of them.
+        logger: prints the lines; None prints nothing.
+        total: planned steps of the run.
+        done: steps done.
     """
 
     def __init__(self, logger: RunLogger | None = None, total: int = 0, *, done: int = 0) -> None:
@@ -76,9 +72,9 @@ class Progress:
             )
 
     def step(self, done: int, total: int, note: str, *, even: bool = True) -> None:
-        """Show how far training is, as a line when the last one is old enough.
+        """Show the progress; as a line only if the last one is old enough.
 
-        Where steps do not take the same time each, `even` is false, and how long the rest takes is not told.
+        If the steps differ in duration, `even` is False, and the remaining time is not shown.
         """
         now = time.monotonic()
         if self._bar is not None:
@@ -99,51 +95,6 @@ class Progress:
             self._last = now
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def check_curves(*, wanted: bool) -> None:
-    """Raise UsageError where --tensorboard is given and the library is not installed."""
-    if wanted and find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the tensorboard library, which is not installed: pip install tensorboard, or leave "
-            "it out; `hvfreeze report --watch` follows a run without it"
-        )
-
-
-class Curves:
-    """An epoch's numbers as event files for TensorBoard, by optimizer step.
-
-    Args:
-        directory: where the files go.
-        step: steps that a resumed run has made; what was drawn after them is taken back.
-    """
-
-    def __init__(self, directory: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1 if step else None)
-
-    def epoch(self, line: Mapping[str, Any], *, rate: float) -> None:
-        """Draw a line of metrics.jsonl, each number under its own name, those of phases and models in groups."""
-        numbers = {"learning_rate": rate, **flattened(line)}
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, global_step=line["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._writer.close()
-
-
-def flattened(line: Mapping[str, Any], *, within: str = "") -> dict[str, float]:
-    """Return the numbers in nested mappings, named by the way to them."""
-    found: dict[str, float] = {}
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            found |= flattened(value, within=f"{within}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "epoch"):
-            found[f"{within}{key}"] = float(value)
-    return found

@@ -1,4 +1,4 @@
-"""Runs as their directories tell them: what each was, and what came of it."""
+"""Reads run directories: the settings, environment, metrics and votes of runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
 from hvfreeze.config.tree import convert, defaults_of, leaves
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.metrics import named_in
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.clock import PHASES, train_seconds
 
@@ -25,9 +26,9 @@ class Move(NamedTuple):
 
     epoch: int
     step: int
-    """Optimizer steps made before the change."""
+    """Optimizer steps before the change."""
     cut: int
-    """Blocks that are frozen from then on."""
+    """Number of frozen blocks after it."""
 
 
 TRAINING_PHASES = tuple(phase for phase in PHASES if phase != "evaluate")
@@ -39,37 +40,37 @@ Kind = Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value of a file is a finite number that a float holds."""
+    """Return True if a value of a file is a finite number in the range of a float."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value of a file is a whole number, 0 or more."""
+    """Return True if a value of a file is a whole number, 0 or more."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_text(value: Any) -> bool:
-    """Tell whether a value of a file is text."""
+    """Return True if a value of a file is text."""
     return isinstance(value, str)
 
 
 def or_none(kind: Kind) -> Kind:
-    """Return the kind of what may be unknown."""
+    """Return a check for this kind of value or None."""
     return lambda value: value is None or kind(value)
 
 
 def list_of(kind: Kind) -> Kind:
-    """Return the kind of lists."""
+    """Return a check for lists of this kind of value."""
     return lambda value: isinstance(value, list) and all(map(kind, value))
 
 
 def named(kind: Kind) -> Kind:
-    """Return the kind of objects whose values are alike."""
+    """Return a check for objects whose values are all of this kind."""
     return lambda value: isinstance(value, dict) and all(map(kind, value.values()))
 
 
 def with_keys(kinds: Mapping[str, Kind]) -> Kind:
-    """Return the kind of objects in which some keys, where they are there, have values of their kinds."""
+    """Return a check for objects whose values are of these kinds, for the keys that exist."""
     return lambda value: isinstance(value, dict) and all(kinds[key](value[key]) for key in kinds if key in value)
 
 
@@ -80,7 +81,7 @@ IN_ENVIRONMENT: dict[str, Kind] = {
     "resumed": list_of(lambda value: with_keys({"changed": list_of(is_text)})(value) and "changed" in value),
 }
 BALANCE = ("test_balanced_accuracy", "test_majority_share")
-"""Beside a test accuracy, where classes are unequal."""
+"""Keys next to a test accuracy if classes are unbalanced."""
 OF_MODEL = dict.fromkeys((*BALANCE, "test_accuracy", "test_loss", "train_accuracy", "train_loss"), or_none(is_number))
 IN_METRICS: dict[str, Kind] = {
     **dict.fromkeys(("epoch", "step", "cut", "allreduce_bytes"), is_count),
@@ -106,34 +107,35 @@ IN_VOTE: dict[str, Kind] = {
     "gains": list_of(list_of(or_none(is_number))),
 }
 IN_SUMMARY: dict[str, Kind] = {
-    **dict.fromkeys(("test_accuracy", "train_seconds", "images_per_second"), is_number),
+    "test_accuracy": or_none(is_number),
+    **dict.fromkeys(("train_seconds", "images_per_second"), is_number),
     "seconds": named(is_number),
     **dict.fromkeys(("allreduce_bytes", "final_cut"), is_count),
     **dict.fromkeys(BALANCE, or_none(is_number)),
     "cut_history": list_of(lambda value: list_of(is_count)(value) and len(value) == 3),
 }
-"""What is read of each file, and as what; other keys may hold anything."""
+"""Checks of the values in each file; other keys are not checked."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What one run directory holds."""
+    """The contents of a run directory."""
 
     name: str
     directory: Path
     config: dict[str, dict[str, Any]]
-    """By section and leaf, with the defaults of leaves that the file lacks."""
+    """Settings by section and name, with defaults for missing ones."""
     environment: dict[str, Any]
     metrics: tuple[dict[str, Any], ...]
-    """A line per epoch of training and per other verb, at least one."""
+    """Lines of metrics.jsonl, at least one: an epoch of training or another verb each."""
     decisions: tuple[dict[str, Any], ...]
-    """A line per vote."""
+    """Lines of decisions.jsonl, one per vote."""
     summary: dict[str, Any] | None
-    """None where the run has not ended."""
+    """The content of summary.json; None if the run has not ended."""
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The leaves of the configuration; their names are unique."""
+        """The settings by name; names are unique over all sections."""
         return {leaf: value for section in self.config.values() for leaf, value in section.items()}
 
     @property
@@ -143,12 +145,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has ended."""
         return self.summary is not None
 
     @property
     def planned_epochs(self) -> int | None:
-        """Epochs that the run was to make; None in hvfreeze auto or a time budget, which choose them later."""
+        """Planned epochs; None with hvfreeze auto or a time budget, which choose them later."""
         chosen_later = self.settings["freeze"] == AUTO or self.settings["time_budget"] != "none"
         return None if chosen_later else int(self.settings["epochs"])
 
@@ -159,30 +161,41 @@ class Run:
 
     @property
     def test_accuracy(self) -> float:
-        """Accuracy after the last epoch that was evaluated, 0-1; NaN where none was yet.
+        """Accuracy after the last evaluated epoch, 0-1; NaN without an evaluation.
 
-        Of a run that has ended it is the model's: hvfreeze auto may have gone back to an earlier one.
+        For a run that has ended it is the accuracy of its model, because hvfreeze auto may have returned to an earlier
+        one.
         """
         if self.summary is not None:
-            return float(self.summary["test_accuracy"])
+            found = self.summary["test_accuracy"]
+            return math.nan if found is None else float(found)
         return self.accuracies[-1] if self.accuracies else math.nan
 
     @property
     def balance(self) -> tuple[float | None, float | None]:
-        """Balanced accuracy and the majority class's share beside `test_accuracy`; None where classes are equal."""
-        evaluated = [line for line in self.metrics if line["test_accuracy"] is not None]
-        place = self.summary if self.summary is not None else evaluated[-1] if evaluated else {}
-        balanced, majority = (place.get(key) for key in BALANCE)
+        """Balanced accuracy and the share of the majority class, for `test_accuracy`; None if classes are balanced."""
+        balanced, majority = (self._evaluated.get(key) for key in BALANCE)
         return balanced, majority
 
     @property
+    def measured(self) -> dict[str, float]:
+        """The metrics by which models were compared, on the samples of `test_accuracy`, if others than accuracy."""
+        found = named_in(self._evaluated, part="test")
+        return found if found.keys() - {"accuracy", "balanced_accuracy"} else {}
+
+    @property
+    def _evaluated(self) -> dict[str, Any]:
+        evaluated = [line for line in self.metrics if line.get("test_loss") is not None]
+        return self.summary if self.summary is not None else evaluated[-1] if evaluated else {}
+
+    @property
     def best_accuracy(self) -> float:
-        """Best accuracy after any epoch or of the model that the run has ended with, 0-1; NaN where none is known."""
+        """Best accuracy after any epoch or of the final model, 0-1; NaN if unknown."""
         return max([*self.accuracies, *([self.test_accuracy] if self.finished else ())], default=math.nan)
 
     @property
     def accuracies(self) -> list[float]:
-        """Accuracies after the epochs that were evaluated."""
+        """Accuracies after the evaluated epochs."""
         return [float(line["test_accuracy"]) for line in self.metrics if line["test_accuracy"] is not None]
 
     @property
@@ -194,12 +207,12 @@ class Run:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training so far: everything but evaluation and set-up."""
+        """Seconds of training so far, without evaluation and set-up."""
         return float(self.summary["train_seconds"]) if self.summary is not None else train_seconds(self.seconds)
 
     @property
     def images_per_second(self) -> float:
-        """Training throughput over all ranks."""
+        """Training throughput in images per second, over all ranks."""
         if self.summary is not None:
             return float(self.summary["images_per_second"])
         images = sum(line["images_per_second"] * line["train_seconds"] for line in self.metrics)
@@ -207,17 +220,17 @@ class Run:
 
     @property
     def allreduce_bytes(self) -> int:
-        """Bytes of gradients that one rank has handed over to be averaged."""
+        """Gradient bytes that one rank has sent to be averaged."""
         return int((self.summary or self.metrics[-1])["allreduce_bytes"])
 
     @property
     def final_cut(self) -> int:
-        """The cut of the model that the run has ended with, else after the last epoch."""
+        """The cut of the final model, or after the last epoch if the run has not ended."""
         return int((self.summary or {}).get("final_cut", self.metrics[-1]["cut"]))
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimizer steps in an epoch; 1 where nothing is trained."""
+        """Optimizer steps per epoch; 1 if nothing is trained."""
         first = next(iter(self.epochs), {"step": 1, "epoch": 0})
         return float(first["step"]) / (int(first["epoch"]) + 1)
 
@@ -232,21 +245,21 @@ class Run:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this is a finished run that froze and cached nothing, the one to compare others with."""
+        """Whether this is a finished run without freezing and cache, a baseline for others."""
         settings = self.settings
         plain = settings["freeze"] == "none" and settings["cache"] == "off" and settings["shadow"] == "none"
         return plain and self.finished and self.final_cut == 0
 
 
 def printable(text: str) -> str:
-    """Return text that any output takes: bytes of file names that are no text become question marks."""
+    """Return text that any output can encode: undecodable bytes of file names become question marks."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:
-    """Return what a run directory holds; a run that has not ended has no summary.
+    """Return the run in a directory; a run that has not ended has no summary.
 
-    Raises RefusedError, which names it, where the directory or a file in it is missing, damaged or without an epoch.
+    Raises RefusedError, which names the file, if the directory or a file in it is missing, damaged or has no epoch.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -254,7 +267,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     environment = read_object(root / "environment.json", ("size",))
     metrics = read_lines(root / "metrics.jsonl", METRICS)
     if not metrics:
-        raise RefusedError(f"{root / 'metrics.jsonl'} holds no epoch yet; report the run when its first epoch is over")
+        raise RefusedError(f"{root / 'metrics.jsonl'} has no epoch yet; run the report again after the first epoch")
     ended = root / "summary.json"
     run = Run(
         name=printable(root.resolve().name),
@@ -270,7 +283,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
 
 
 def check_values(run: Run) -> None:
-    """Refuse a run with values of another kind than belong there; names the file and the key."""
+    """Raise RefusedError, which names the file and key, if a value of a run has the wrong type."""
     files: list[tuple[str, Sequence[Mapping[str, Any]], Mapping[str, Kind]]] = [
         ("environment.json", [run.environment], IN_ENVIRONMENT),
         ("metrics.jsonl", run.metrics, IN_METRICS),
@@ -282,13 +295,13 @@ def check_values(run: Run) -> None:
             place = f"{run.directory / name}" + (f" line {number}" if name.endswith("l") else "")
             for key, kind in kinds.items():
                 if key in found and not kind(found[key]):
-                    raise RefusedError(f"{place} is damaged: {key} ({repr(found[key])[:40]}) is not what belongs there")
+                    raise RefusedError(f"{place} is damaged: {key} has an invalid value ({repr(found[key])[:40]})")
     for number, line in enumerate(run.metrics, 1):
         place = f"{run.directory / 'metrics.jsonl'} line {number} is damaged"
         if "epoch" not in line and "verb" not in line:
-            raise RefusedError(f"{place}: it lacks epoch")
+            raise RefusedError(f"{place}: epoch is missing")
         if "epoch" in line and line["step"] < 1:
-            raise RefusedError(f"{place}: step (0) is not what belongs there")
+            raise RefusedError(f"{place}: step has an invalid value (0)")
     path = run.directory / "config.yaml"
     for leaf, (_, field, kind) in leaves().items():
         value = run.settings.get(leaf)
@@ -300,7 +313,7 @@ def check_values(run: Run) -> None:
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Return the runs in the order given, each once; where names are equal, they include the parent folder."""
+    """Return the runs in the given order, each once; equal names are prefixed with the parent folder."""
     runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
     names = [run.name for run in runs]
     longer = [replace(run, name=f"{printable(run.directory.resolve().parent.name)}/{run.name}") for run in runs]
@@ -308,23 +321,23 @@ def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file's bytes; a pipe or a device, which might never end, is refused."""
+    """Return a file's bytes; raises RefusedError for a pipe or a device, which might never end."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise RefusedError(f"{path} cannot be read: it is no plain file")
+                raise RefusedError(f"{path} cannot be read: it is not a regular file")
             return file.read()
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}; is {path.parent} a run directory?") from error
 
 
 def read_object(path: Path, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return a JSON file's object, which has the keys `wanted`; RefusedError for anything else."""
+    """Return a JSON file's object with the keys `wanted`; raises RefusedError for anything else."""
     return parse_object(read_bytes(path), str(path), wanted)
 
 
 def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, each with the keys `wanted`; RefusedError, which names the line."""
+    """Return the objects of a JSON lines file with the keys `wanted`; raises RefusedError, which names the line."""
     text = read_bytes(path)
     lines = text.splitlines()
     if not text.endswith((b"\n", b"}")):
@@ -333,28 +346,28 @@ def read_lines(path: Path, wanted: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parse_object(text: bytes, place: str, wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON object in `text`, which has the keys `wanted`; RefusedError, which names the place."""
+    """Return the JSON object in `text` with the keys `wanted`; raises RefusedError, which names the place."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{place} is damaged: {error}") from error
     if not isinstance(value, dict):
-        raise RefusedError(f"{place} is damaged: it holds no object")
+        raise RefusedError(f"{place} is damaged: it is not a JSON object")
     missing = [key for key in wanted if key not in value]
     if missing:
-        raise RefusedError(f"{place} is damaged: it lacks {missing[0]}")
+        raise RefusedError(f"{place} is damaged: {missing[0]} is missing")
     return value
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the configuration in config.yaml over the defaults; leaves of other versions are kept."""
+    """Return the configuration of config.yaml over the defaults; settings of other versions are kept."""
     try:
         tree = parse_plain_yaml(read_bytes(path))
     except ValueError as error:
         raise RefusedError(f"{path} is damaged: {error}") from error
     given = tree.pop("given", []) if isinstance(tree, dict) else None
     if not isinstance(given, list) or not all(isinstance(section, dict) for section in tree.values()):
-        raise RefusedError(f"{path} is damaged: it must hold sections of settings")
+        raise RefusedError(f"{path} is damaged: it must contain sections of settings")
     tree = convert(tree)
     default = defaults_of(tree)
     return {section: {**default.get(section, {}), **tree.get(section, {})} for section in {**default, **tree}}

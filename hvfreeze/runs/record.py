@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run, line by line, so that nothing is lost when the run is."""
+"""Writes the files of a run on rank 0, line by line, so that little is lost if the run ends early."""
 
 from __future__ import annotations
 
@@ -19,53 +19,55 @@ from hvfreeze.files import FileLock, open_own
 from hvfreeze.runs.files import publish, reason_of
 from hvfreeze.runs.identity import Settings, absolute
 from hvfreeze.runs.reading import read_object
+from hvfreeze.runs.trackers import Trackers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
 class NullRecord:
-    """What every rank but 0 keeps of a run: nothing."""
+    """The record of every rank except 0: writes nothing."""
 
     notes: tuple[str, ...] = ()
     resumed: Sequence[dict[str, Any]] = ()
+    trackers = Trackers()
 
     def change(self, what: str) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def begin(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def log(self, text: str) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def decision(self, decision: DataclassInstance) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def position(self) -> dict[str, int]:
         """Return no position."""
         return {}
 
     def cut_back(self, position: dict[str, int]) -> None:
-        """Cut nothing."""
+        """Do nothing."""
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class Record:
-    """Rank 0's files in the run directory, whose `lock` `close` releases.
+    """Rank 0's files in the run directory; `close` releases `lock`.
 
-    `environment` is environment.json's object of this job, `changed` the list of `identity.changes`.
+    `environment` is the content of environment.json for this job, `changed` the result of `identity.changes`.
 
     Raises:
-        OSError: a file cannot be made there.
+        OSError: a file cannot be created there.
     """
 
     def __init__(
@@ -82,15 +84,20 @@ class Record:
         self._settings, self._environment, self._changed, self._lock = settings, environment, list(changed), lock
         self._file = dict(settings if file is None else file)
         self.resumed: list[dict[str, Any]] = []
-        unlocked = f"{directory} cannot be locked on this file system: keep other jobs out of it"
-        self.notes = (*(f"not as before: {what}" for what in changed), *((unlocked,) if lock and not lock.held else ()))
+        unlocked = f"{directory} cannot be locked on this file system; make sure that no other job uses it"
+        self.notes = (
+            *(f"changed since the run started: {what}" for what in changed),
+            *((unlocked,) if lock and not lock.held else ()),
+        )
+        self.trackers = Trackers()
+        """The experiment trackers, which get each line too."""
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):
             os.close(open_own(path, os.O_WRONLY))
 
     def change(self, what: str) -> None:
-        """Record that the resumption changes this too."""
+        """Add a change to the record of this resumption."""
         self._changed.append(what)
 
     def begin(self) -> None:
@@ -113,30 +120,32 @@ class Record:
         (self.directory / "summary.json").unlink(missing_ok=True)
 
     def log(self, text: str) -> None:
-        """Append a message to log.txt, with the time; nothing is done where that is not possible."""
+        """Append a message to log.txt with the time; does nothing if that is not possible."""
         with suppress(OSError), open(open_own(self._log, os.O_WRONLY | os.O_APPEND), "ab") as file:
             # Names of files may be bytes that are no text.
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode("utf-8", "surrogateescape"))
 
     def metrics(self, line: dict[str, Any]) -> None:
-        """Append an epoch's line; numbers that are not finite become null."""
+        """Append an epoch's line; NaN and Inf become null."""
         self._append("metrics", finite(line))
+        self.trackers.line(line)
 
     def decision(self, decision: DataclassInstance) -> None:
         """Append a vote's line: the fields of a dataclass of plain values."""
         self._append("decisions", dataclasses.asdict(decision))
+        self.trackers.decision(dataclasses.asdict(decision))
 
     def position(self) -> dict[str, int]:
-        """Return the length in bytes of each file that grows, to be kept in a checkpoint; so much is on the disk.
+        """Return the length in bytes of each growing file, for a checkpoint; these bytes are safe on the disk.
 
-        Raises RefusedError where it cannot be written there.
+        Raises RefusedError if they cannot be written.
         """
         return {name: length_on_disk(path) for name, path in self._files.items()}
 
     def cut_back(self, position: dict[str, int]) -> None:
-        """Drop the lines that were written after the checkpoint with this `position`; an empty one drops all.
+        """Remove the lines written after the checkpoint with this `position`; an empty position removes all.
 
-        Raises RefusedError where lines that were written before the checkpoint are missing.
+        Raises RefusedError if lines from before the checkpoint are missing.
         """
         for name, path in self._files.items():
             descriptor = open_own(path, os.O_WRONLY)
@@ -144,8 +153,8 @@ class Record:
                 kept, length = position.get(name, 0), os.fstat(descriptor).st_size
                 if length < kept:
                     raise RefusedError(
-                        f"{path} has {length} bytes, but had {kept} when the checkpoint was written; put the "
-                        "missing lines back, or start anew in another --run-dir"
+                        f"{path} has {length} bytes, but had {kept} when the checkpoint was written; restore the "
+                        "missing lines, or start a new run in another --run-dir"
                     )
                 os.ftruncate(descriptor, kept)
             finally:
@@ -156,7 +165,8 @@ class Record:
         publish(self.directory / "summary.json", [json.dumps(summary, indent=1).encode() + b"\n"])
 
     def close(self) -> None:
-        """Let other jobs use the directory."""
+        """Release the directory for other jobs."""
+        self.trackers.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -170,7 +180,7 @@ class Record:
 
 
 def length_on_disk(path: Path) -> int:
-    """Return a file's length in bytes, all of which outlive a loss of power; RefusedError where that fails."""
+    """Return a file's length in bytes after flushing it to the disk; raises RefusedError if that fails."""
     try:
         descriptor = open_own(path, os.O_WRONLY)
         try:
@@ -183,7 +193,7 @@ def length_on_disk(path: Path) -> int:
 
 
 def finite(value: Any) -> Any:
-    """Return plain values with None, which is null, for each number that is not finite: JSON has no other."""
+    """Return plain values with None (null) in place of NaN and Inf, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

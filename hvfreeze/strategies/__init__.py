@@ -1,4 +1,4 @@
-"""Which rank runs which blocks when, and what crosses between ranks: strategies, all with the interface of `base`.
+"""Parallelization strategies: which rank runs which blocks, and what ranks send. All implement the interface of `base`.
 
 Imports everything but `training`, `report` and `doctor`; a strategy never imports another strategy.
 """

@@ -1,4 +1,4 @@
-"""Parts that several strategies are built from."""
+"""Builders of parts that several strategies use."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from hvfreeze.strategies.base import BuildContext
 
 
 def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:
-    """Return the costs by which the cache is planned; training and evaluation pay from its one budget.
+    """Return the cost inputs of cache planning; training and evaluation share one budget.
 
-    --cache-limit is shared by `size` ranks.
+    --cache-limit is divided by `size` ranks.
     """
     directory, per_epoch = context.cache_directory(config.cache), context.corpus.plan.batches_per_epoch
     batches_of_a_step = per_epoch / config.optimizer.steps_per_epoch(per_epoch)
@@ -60,9 +60,9 @@ def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *,
 def open_both_features(
     context: BuildContext, config: Config, halves: Halves, costs: CostInputs, *, world: World, passes: float = 1.0
 ) -> tuple[Features, Features]:
-    """Return the frozen blocks' output in training and in evaluation, on ranks of `world` that have all blocks.
+    """Return the features (output of frozen blocks) in training and evaluation, on ranks of `world` with all blocks.
 
-    An epoch asks for the training samples `passes` times. Collective.
+    An epoch uses the training samples `passes` times. Collective.
     """
     terms = CacheTerms(
         settings=config.cache,
@@ -96,10 +96,10 @@ def open_segments(
     parts: int,
     fewer: bool = False,
 ) -> tuple[Segment, ...]:
-    """Return `parts` segments of the first `depth` blocks, the same on all ranks. Collective.
+    """Cut the first `depth` blocks into `parts` segments, equal on all ranks. Collective.
 
-    They are alike by --cut-by, or begin at --cut-at; there may be `fewer`. `measure` returns each block's seconds; only
-    rank 0's count.
+    Segments are balanced by --cut-by, or begin at --cut-at; there may be `fewer`. `measure` returns each block's
+    seconds, of which rank 0's are used.
 
     Raises:
         UsageError: --cut-at does not fit.
@@ -111,7 +111,7 @@ def open_segments(
 
 
 def block_costs(context: BuildContext, settings: CutConfig, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
-    """Return each block's cost by --cut-by, seconds where cuts are given; the same on all ranks. Collective."""
+    """Return each block's cost by --cut-by, or seconds if cuts are given; equal on all ranks. Collective."""
     world, by = context.world, settings.cut_by
     if by in ("params", "count"):
         return counted_costs(context.chain, by)
@@ -135,10 +135,10 @@ def trained_segments(
     by_compute: Callable[..., tuple[Segment, ...]] = cut_evenly,
     what: str = "part",
 ) -> tuple[Segment, ...]:
-    """Return `parts` segments of the blocks from `first` on, where cuts decide what is trained.
+    """Cut the blocks from `first` on into `parts` segments, if the cuts affect the result of training.
 
-    No clock has a say, so that equal runs are equal: `operations` are counted, see `work_of`, and `by_compute` cuts by
-    them. `what` is a segment's name for the user.
+    Equal runs must be equal, so no clock is used: `operations` are counted, see `work_of`, and `by_compute` cuts by
+    them. `what` is the noun for a segment in messages.
 
     Raises:
         UsageError: there are too few blocks, --cut-at does not fit, or a segment has no parameters to train.
@@ -166,7 +166,7 @@ def open_freezer(
     held: Segment | None = None,
     join: Join = list,
 ) -> Freezer:
-    """Return the freezer of `named` parameters, which `world` exchanges and votes on.
+    """Return a freezer for `named` parameters, whose gradients `world` exchanges and whose ranks vote.
 
     Raises:
         UsageError: the freeze settings do not fit the model or the number of ranks.
@@ -192,43 +192,43 @@ def open_freezer(
 
 
 def check_parts(config: Config, parts: int, *, blocks: int) -> None:
-    """Refuse more parts than there are blocks to share out."""
+    """Raise UsageError if there are more parts than blocks."""
     if parts > blocks:
         raise UsageError(
-            f"--parts ({parts}) must be at most {blocks}, the blocks of {config.model.model} that are shared out with "
+            f"--parts ({parts}) must be at most {blocks}, the number of blocks of {config.model.model} with "
             f"--blocks {config.model.blocks}; use fewer parts or ranks, or finer --blocks"
         )
 
 
 def check_parameters(chain: Chain, segments: Sequence[Segment], *, what: str = "part", frozen: bool = False) -> None:
-    """Refuse segments that have nothing to train; with `frozen`, what the user has frozen is enough."""
+    """Raise UsageError if a segment has no trainable parameters; with `frozen`, user-frozen parameters count."""
     for start, stop in segments:
         if not any(frozen or parameter.requires_grad for _, parameter in chain.named_parameters(start, stop)):
             names = ", ".join(block.name for block in chain.blocks[start:stop])
             raise UsageError(
-                f"--parts ({len(segments)}): one {what}, {names}, has no parameters to train; cut the model elsewhere "
-                "(--cut-at)"
+                f"--parts ({len(segments)}): one {what} ({names}) has no parameters to train; choose other cuts "
+                "with --cut-at"
             )
 
 
 def check_not_tied(context: BuildContext, config: Config) -> None:
-    """Refuse a model whose ends share parameters, where a strategy trains them apart."""
+    """Raise UsageError if the first and the last block share parameters, and a strategy trains them separately."""
     if context.chain.tied:
         raise UsageError(
-            f"--strategy ({config.strategy.strategy}) must be {', '.join(TEXT_STRATEGIES)} with this model: its first "
-            f"and its last block share {context.chain.tied[0]}, which one rank must train as a whole"
+            f"--strategy ({config.strategy.strategy}) must be {', '.join(TEXT_STRATEGIES)} for this model: its "
+            f"first and last block share {context.chain.tied[0]}, so they must be on one rank"
         )
 
 
 @torch.no_grad()
 def check_rows(context: BuildContext, *, start: int, rows: int, asked: str) -> None:
-    """Refuse batches of one sample where a block from `start` on, which train, would normalise a single value of it.
+    """Raise UsageError if a batch of one sample would make a trained block's BatchNorm normalise a single value.
 
-    `rows` are the samples of the smallest training batch, `asked` names the settings that make them so many. Running
-    statistics and modes stay as they are.
+    `start` is the first trained block, `rows` the samples of the smallest training batch, `asked` the settings that
+    determine it, for the message. Running statistics and modes do not change.
 
     Raises:
-        UsageError: such a block's BatchNorm could not be trained.
+        UsageError: the BatchNorm of such a block cannot be trained.
     """
     if rows > 1:
         return
@@ -251,6 +251,6 @@ def check_rows(context: BuildContext, *, start: int, rows: int, asked: str) -> N
     if single:
         name = next(name for name, module in chain.model.named_modules() if module is single[0])
         raise UsageError(
-            f"{asked} must leave at least 2 samples to a batch with images of {images.shape[2]}x{images.shape[3]} "
-            f"pixels: BatchNorm {name} would normalise a single value; or give a larger --image-size"
+            f"{asked} must leave at least 2 samples per batch for images of {images.shape[2]}x{images.shape[3]} "
+            f"pixels, because BatchNorm {name} would normalise a single value; or use a larger --image-size"
         )

@@ -1,9 +1,9 @@
-"""The compression of gradients, chosen by measurement: the network's costs, the steps' and, with `auto`, trials.
+"""Chooses the gradient compression by measurements: of the network, of the first steps and, with `auto`, by trials.
 
-The network is measured before training, a rank's own steps in the first few, which are exchanged in full precision
-anyway. Then rank 0 forecasts a step with each compression, and with `auto` chooses, and tries in a few steps each
-whether those that change more are faster; when the cut has moved it chooses again, from the same measurements. Clocks
-decide here, so the choice is in the record and in the checkpoint.
+The network is measured before training, a rank's own steps during the first few, which are uncompressed anyway. Then
+rank 0 predicts a step with each compression. With `auto` it chooses one, and tries in a few steps whether more lossy
+ones are faster. After a change of the cut it chooses again from the same measurements. The choice depends on clocks, so
+it is recorded in the run and in the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from hvfreeze.comm.world import World
 from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
 
 TRIED_STEPS = 4
-"""Of each compression in a round; the first, which lays out anew, does not count."""
+"""Steps per compression and round; the first, which allocates buffers, is not counted."""
 ROUNDS = 3
-"""A node that has other work for a few steps takes them from one compression only: of three rounds the median tells."""
+"""Rounds: a disturbance of a few steps affects one compression in one round, and the median of three ignores it."""
 NEAR = 1.25
-"""What takes so many times the shortest steps in both of the first rounds is not tried again."""
+"""A compression whose steps take this many times the shortest in both of the first rounds is not tried again."""
 
 
 class CompressionTrial:
-    """Tries compressions in rounds, and keeps the first of the shortest steps.
+    """Tries compressions in rounds, and keeps the least lossy of the fastest.
 
-    A forecast knows what a rank computes and what the network carries. It does not know what ranks that share a
-    processor's memory take from each other, nor what a message costs the processor that sends it; steps do. Every
-    other round goes backwards: a pace that changes steadily favours none.
+    A prediction uses what a rank computes and what the network sends. It ignores contention for memory bandwidth and
+    the processor time of messages; measured steps include both. Every other round is in reverse order, so that a
+    steadily changing speed favours none.
 
-    `names` are in order of how much they change; the first is the forecast's choice, and one alone is not tried.
-    `rounds` are seconds of the steps tried already, by round.
+    `names` are in order of loss. The first is the predicted choice; if it is the only one, there is no trial. `rounds`
+    are the seconds of the steps tried so far, by round.
     """
 
     def __init__(self, names: Sequence[str], rounds: Sequence[Mapping[str, float]] = ()) -> None:
@@ -60,12 +60,12 @@ class CompressionTrial:
 
     @property
     def over(self) -> bool:
-        """Whether `now` stays."""
+        """Whether the trial is over, so that `now` is final."""
         return self._next is None
 
     @property
     def now(self) -> str:
-        """What the next steps are exchanged by."""
+        """The compression of the next steps."""
         if self._next is not None:
             return self._next[1]
         medians = self.medians
@@ -75,12 +75,12 @@ class CompressionTrial:
 
     @property
     def medians(self) -> Mapping[str, float]:
-        """What has been tried, with the seconds of its steps: their median over rounds."""
+        """The tried compressions with the seconds of their steps: medians over rounds."""
         taken = {name: [each[name] for each in self._rounds if name in each] for name in self._names}
         return {name: statistics.median(seconds) for name, seconds in taken.items() if seconds}
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Count the TRIED_STEPS steps of `now`, and go on or stop: to be worth it, more change must save a part."""
+        """Record TRIED_STEPS steps of `now`, and continue or stop; a more lossy one must save a minimum share."""
         assert self._next is not None, "the trial is over"
         number, name = self._next
         if number == len(self._rounds):
@@ -89,7 +89,7 @@ class CompressionTrial:
 
     @property
     def _next(self) -> tuple[int, str] | None:
-        """The round that is under way and what is to be tried in it; None when the trial is over."""
+        """The current round and its remaining compressions; None when the trial is over."""
         for number in range(ROUNDS):
             left = self._left(number)
             if len(left) == 1:
@@ -101,27 +101,27 @@ class CompressionTrial:
         return None
 
     def _left(self, number: int) -> Sequence[str]:
-        """Return what a round tries: all in the first two, then what came near in one of them."""
+        """Return the compressions of a round: all in the first two, then those close to the fastest in one."""
         if number < 2 or len(self._names) == 1:
             return self._names
         least = {name: min(self._rounds[0][name], self._rounds[1][name]) for name in self._names}
         return [name for name in self._names if least[name] <= NEAR * min(least.values())]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the trial has come, as `CompressionTrial(**state)` takes it."""
+        """Return the state of the trial, as arguments of `CompressionTrial`."""
         return {"names": list(self._names), "rounds": [dict(each) for each in self._rounds]}
 
 
 LEAST_WATCHED = 3
-"""Steps of which a median says something."""
+"""Steps needed for a meaningful median."""
 MOST_STEPS = 1000
-"""Whose median is reported."""
+"""Number of steps whose median is reported."""
 
 
 class CompressionChoice:
-    """Watches the first steps, forecasts, and has the reducer compress by the choice.
+    """Watches the first steps, predicts the others, and sets the reducer's compression.
 
-    `asked` is --compression, `accumulate` the number of batches a step; `say` tells the user a line.
+    `asked` is --compression, `accumulate` the number of batches per step; `say` logs a line for the user.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class CompressionChoice:
         self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
         self._spent = clock.read()
         self._unlike: frozenset[str] | None = None
-        """Compressions that auto must not choose; None until they are known."""
+        """Compressions that auto must not choose; None until known."""
         self._measured: deque[float] = deque(maxlen=MOST_STEPS)
         self._carried = 0
         self._moved = False
 
     def after_step(self) -> None:
-        """Count a step; after the first few choose by forecast, then by what steps took. Collective."""
+        """Count a step; after the first few choose by prediction, then by measured steps. Collective."""
         spent, before = self._clock.read(), self._spent
         taken = {phase: spent[phase] - before[phase] for phase in spent if phase not in BESIDE_TRAINING}
         self._spent = spent
@@ -168,15 +168,15 @@ class CompressionChoice:
             self._measured.append(sum(taken.values()))
 
     def follow(self) -> None:
-        """Choose anew for the parameters that are carried now. Collective."""
+        """Choose again for the currently carried parameters. Collective."""
         if self._trial is not None and len(self._reducer.carried) != self._carried:
             self._moved = True
             before, chosen = self._trial.now, self._choose().now
             if chosen != before:
-                self._say(f"compression {chosen} at this cut, {before} before")
+                self._say(f"compression changed to {chosen} at this cut (was {before})")
 
     def report(self) -> dict[str, Any]:
-        """Return what was measured, forecast and chosen; seconds of a step are those at the first cut."""
+        """Return measurements, predictions and the choice; seconds of a step are those at the first cut."""
         line_rate = self._network.line_rate(self._world.size)
         found: dict[str, Any] = {"bits_per_second": line_rate, "latency_seconds": self._network.latency_seconds}
         if self._trial is not None:
@@ -191,7 +191,7 @@ class CompressionChoice:
         return {"exchange": found}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was chosen and why."""
+        """Return the choice and its reasons."""
         return {
             "trial": None if self._trial is None else self._trial.state_dict(),
             "trying": list(self._trying),
@@ -204,7 +204,7 @@ class CompressionChoice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep to what was chosen; to be called before the reducer's state is put back, and after the clock's."""
+        """Load a choice; call it before the reducer's state is loaded, and after the clock's."""
         self._spent = self._clock.read()
         self._watched = [(taken, ready) for taken, ready in state.get("watched", ())]
         if state.get("trial") is None:
@@ -217,7 +217,7 @@ class CompressionChoice:
             self._reducer.compression = self._trial.now
 
     def _seen(self) -> Steps:
-        """Return this rank's own steps; those in which memory and libraries come up to speed do not count."""
+        """Return this rank's measured steps, without the first ones, in which memory and libraries warm up."""
         watched = self._watched[len(self._watched) // 3 :]
         ready = {
             name: statistics.median(times[name] for _, times in watched if name in times) for name in watched[-1][1]
@@ -229,12 +229,12 @@ class CompressionChoice:
         return Steps(ready=ready, backward=backward - own, rest=computing - backward)
 
     def _choose(self) -> CompressionTrial:
-        """Forecast a step with each compression on rank 0; all ranks begin with what it chooses. Collective."""
+        """Predict a step with each compression on rank 0; all ranks start with its choice. Collective."""
         found: tuple[dict[str, StepForecast], tuple[str, ...]] | None = None
         if self._asked == "auto" and self._unlike is None:
             self._unlike = made_unlike(self._reducer.carried, self._world)
             if self._unlike:
-                self._say("powersgd is left out: ranks have unlike processors or threads, and replicas would differ")
+                self._say("powersgd is not used: ranks have different processors or threads, so replicas would diverge")
         if self._world.rank == 0:
             forecasts, asked = self._forecast(), (self._asked,)
             free = {name: forecasts[name] for name in CHOSEN if name not in (self._unlike or ())}
@@ -249,7 +249,7 @@ class CompressionChoice:
         return self._trial
 
     def _try(self, seconds: float, trial: CompressionTrial) -> None:
-        """Count a step of what is tried; after enough, all ranks go on as rank 0's clock says. Collective then."""
+        """Count a step of the trial; after enough steps, all ranks follow rank 0's clock. Collective then."""
         self._trying.append(seconds)
         if len(self._trying) == TRIED_STEPS:
             trial.add(self._world.broadcast_object(self._trying, name="exchange.tried"))
@@ -257,10 +257,10 @@ class CompressionChoice:
             self._use(trial.now)
             if trial.over:
                 medians = ", ".join(f"{name} {1e3 * median:.0f}" for name, median in trial.medians.items())
-                self._say(f"a step with what was tried, ms: {medians}; {trial.now} is kept")
+                self._say(f"measured step, ms: {medians}; compression stays {trial.now}")
 
     def _use(self, compression: str) -> None:
-        """Exchange by it from the next step on, where --compression leaves that open."""
+        """Use this compression from the next step on, if --compression is auto."""
         if self._asked == "auto" and compression != self._reducer.compression:
             self._reducer.compress(compression)
 
@@ -275,7 +275,7 @@ class CompressionChoice:
         return found
 
     def _describe(self) -> None:
-        """Tell the user the network's costs, and a remedy."""
+        """Log the costs of the network, and advice."""
         assert self._steps is not None and self._trial is not None
         chosen = self._trial.now
         rate, milliseconds = self._network.line_rate(self._world.size) / 1e6, 1e3 * self._network.latency_seconds
@@ -284,14 +284,14 @@ class CompressionChoice:
             for name, each in self._forecasts.items()
         )
         is_chosen = " is chosen" if self._asked == "auto" else ""
-        self._say(f"network: {rate:.0f} Mbit/s from each rank through the exchange, {milliseconds:.1f} ms a message")
-        self._say(f"a step with each compression, ms: {steps}; {chosen}{is_chosen}")
+        self._say(f"network: {rate:.0f} Mbit/s per rank during the exchange, {milliseconds:.1f} ms per message")
+        self._say(f"predicted step, ms: {steps}; compression {chosen}{is_chosen}")
         exposed, compute = self._forecasts[chosen].exposed, self._steps.compute
         if exposed > EXPOSED_SHARE * compute:
             number = batches_that_hide(exposed, compute / self._accumulate)
             self._say(
-                f"waiting for the exchange takes {100 * exposed / (exposed + compute):.0f} % of a step; with "
-                f"--accumulate {number} it would take a tenth, of steps of {number} batches each"
+                f"{100 * exposed / (exposed + compute):.0f} % of a step is spent waiting for the exchange; "
+                f"--accumulate {number} would reduce this to 10 % (a step then has {number} batches)"
             )
 
 
@@ -304,7 +304,7 @@ def open_compression_choice(
     accumulate: int,
     say: Callable[[str], None],
 ) -> CompressionChoice | None:
-    """Return the run's, after measuring the network; None on one machine unless --compression auto asks. Collective."""
+    """Measure the network and return the choice; None on one machine unless --compression is auto. Collective."""
     several_nodes = any(size < world.size for size in world.allgather_object(world.local_size, name="exchange.nodes"))
     if world.size == 1 or not (several_nodes or asked == "auto"):
         return None

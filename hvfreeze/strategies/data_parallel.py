@@ -1,8 +1,8 @@
-"""Plain data parallelism, the default: every rank holds the whole model, and ranks vote which blocks are frozen.
+"""Data parallelism, the default: every rank holds the whole model, and ranks vote on which blocks to freeze.
 
     prefix (cached or computed, no gradient) -> suffix -> loss -> backward while gradients travel -> update -> vote
 
-Replicas start equal and change only by averaged gradients and by decisions that all ranks take alike.
+Replicas start equal and change only by averaged gradients and by decisions that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def open_data_parallel(context: BuildContext, config: Config) -> DataParallel:
 
 
 def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -> DataParallel:
-    """Return replicas whose gradients are averaged over `exchanging`, which votes too. Collective, of all ranks.
+    """Return replicas whose gradients are averaged over `exchanging`, whose ranks also vote. Collective, of all ranks.
 
     Raises:
         UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
@@ -107,15 +107,15 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
 
 
 def advice_on(settings: OptimizerConfig) -> str:
-    """Return what a user may try where training has diverged."""
+    """Return advice for a user whose training has diverged."""
     advice = "lower --lr, or add --lr-warmup or --clip-grad"
     if settings.compression != "none":
-        advice += f", or train without --compression {settings.compression}"
+        advice += f", or drop --compression {settings.compression}"
     return advice
 
 
 def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
-    """Refuse ranks whose norms of equal tensors have other bits, where updates depend on norms. Collective."""
+    """Raise UsageError if updates depend on norms and ranks compute norms with different bits. Collective."""
     if not needs_equal_arithmetic(settings):
         return
     mine = arithmetic_of(tuple(parameter.shape) for parameter in context.chain.model.parameters())
@@ -123,18 +123,19 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise UsageError(
-            f"--clip-grad and --optimizer lars: rank {odd[0]} computes other norms than rank 0 from equal numbers, and "
-            "replicas would drift apart; give all ranks equal processors and --threads, or use sgd or adamw unclipped"
+            f"--clip-grad and --optimizer lars: rank {odd[0]} and rank 0 compute different norms from the same "
+            "input, so replicas would diverge; use the same processor model and --threads on all ranks, or use sgd "
+            "or adamw without --clip-grad"
         ).on_all_ranks()
 
 
 @dataclass(eq=False)
 class DataParallel:
-    """Trains equal replicas; see `Strategy` for what its methods promise."""
+    """Trains equal replicas; see `Strategy` for its methods."""
 
     models: ClassVar[Sequence[str]] = (MODEL,)
     freezer: Freezer
-    """Decides the cut; holds the chain, the optimizer, the reducer and the world."""
+    """Decides the cut; has the chain, the optimizer, the reducer and the world."""
     halves: Halves
     training: Features
     evaluation: Features
@@ -142,13 +143,13 @@ class DataParallel:
     objective: Objective
     compression: CompressionChoice | None
     clock: PhaseClock
-    """Where the seconds of a step go."""
+    """Seconds of a step by phase."""
     feed: TrainFeed
-    """The samples, for looks at what frozen blocks would gain."""
+    """The samples, for gradient probes of frozen blocks."""
     advice: str
-    """What a user can do about numbers that are not finite."""
+    """Advice for the user after NaN or Inf."""
     _began: bool = False
-    """Moves before the first epoch, of a start or a resumption, are followed when the model is in place."""
+    """Changes of the cut before the first epoch are applied to features when the model is complete."""
 
     def __post_init__(self) -> None:
         self.chain, self.optimizer, self.reducer = self.freezer.chain, self.freezer.optimizer, self.freezer.reducer
@@ -156,16 +157,16 @@ class DataParallel:
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.freezer.cut
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
+        """Prepare for these batches. Collective."""
         self.take_place()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def take_place(self) -> None:
-        """Let features follow the cut that the run begins with, once the model is what it begins with. Collective."""
+        """Set the features to the initial cut, once the model has its initial state. Collective."""
         if not self._began:
             self._began = True
             give_back()
@@ -225,7 +226,7 @@ class DataParallel:
         return {MODEL: Answers(logits, batch.labels)}
 
     def check(self, *, step: int) -> str:
-        """Return the digest of the model; raise where replicas differ. Collective."""
+        """Return the digest of the model; raises if replicas differ. Collective."""
         return check_replicas(self.chain.model, self.freezer.world, step=step)
 
     def whole_models(self) -> Iterator[WholeModel]:
@@ -233,7 +234,7 @@ class DataParallel:
         yield WholeModel(MODEL, self.chain.model.state_dict())
 
     def state_dict(self) -> State:
-        """Return the model and the optimizer, which ranks share, and this rank's statistics and accumulators."""
+        """Return the model and optimizer, equal on all ranks, and this rank's statistics and accumulators."""
         shared = {
             "model": self.chain.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -248,7 +249,7 @@ class DataParallel:
         return State(shared, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank."""
+        """Load a state of the same rank."""
         self._began = False
         # The freezer first: it takes frozen parameters out of the optimizer, whose state then fits.
         self.freezer.load_state_dict(state.own["freezer"])
@@ -273,7 +274,7 @@ class DataParallel:
         yield from repeat(pooled(owns, restep=restep), size)
 
     def report(self) -> dict[str, Any]:
-        """Return the cut's history, the exchanged bytes, and what the cache did. Collective."""
+        """Return the cut's history, the exchanged bytes, and the cache's numbers. Collective."""
         return {
             "allreduce_bytes": self.reducer.payload_bytes,
             "other_collective_bytes": self.reducer.other_bytes,
@@ -283,7 +284,7 @@ class DataParallel:
         }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         self.training.close()
         self.evaluation.close()
         # Hooks on gradients would count another strategy's backward passes over the same model.
@@ -293,17 +294,17 @@ class DataParallel:
         return [tensor for pair in running_statistics(self.chain.modules(), kind) for tensor in pair]
 
     def _stop_unless_finite(self, signals: Signals) -> None:
-        """Raise on all ranks in the same step when a loss or an averaged gradient is not finite."""
+        """Raise NumericsError on all ranks in the same step if a loss or an averaged gradient is NaN or Inf."""
         if signals.nonfinite:
-            what = f"the loss is not finite on {signals.nonfinite} of {plural(self.freezer.world.size, 'rank')}"
+            what = f"the loss is NaN or Inf on {signals.nonfinite} of {plural(self.freezer.world.size, 'rank')}"
         elif not self.reducer.gradients_are_finite():
-            what = "the gradients are not finite"
+            what = "the gradients contain NaN or Inf"
         else:
             return
         raise not_finite(self.freezer.step, what, self.advice)
 
     def _look(self) -> None:
-        """Let the freezer see what frozen blocks would gain, from images, whatever is cached. Not a collective."""
+        """Probe the frozen blocks from images, even if their output is cached. Not a collective."""
         cadence = self.freezer.cadence
         count = batches_of_a_look(cadence.interval)
         parts = max(2, LEAST_PARTS // count)
@@ -321,7 +322,7 @@ class DataParallel:
             self.freezer.look(losses())
 
     def _follow_cut(self) -> None:
-        """Let both splits' activations, and the choice of compression, follow the cut. Collective."""
+        """Update both splits' activations, and the choice of compression, after a change of the cut. Collective."""
         if self._began:
             for features in (self.training, self.evaluation):
                 features.move(self.freezer.prefix.cuts)
@@ -330,7 +331,7 @@ class DataParallel:
 
 
 def pooled(owns: Iterable[dict[str, Any]], *, restep: Callable[[int], int]) -> dict[str, Any]:
-    """Return the state with which every rank of another number of ranks goes on; see `Strategy.repartitioned`.
+    """Return the state for every rank of another number of ranks; see `Strategy.repartitioned`.
 
     Running statistics are those of all ranks' batches together. Errors that compression keeps are averaged, so that
     they add to the average over ranks what they would have added.

@@ -1,4 +1,4 @@
-"""A head that is fitted, not trained: features, labels and the ranks; no step, no vote.
+"""Fits the head in closed form instead of training it: features, labels and ranks, without steps or votes.
 
 frozen blocks (cached or computed) -> features of all ranks -> ridge or logistic regression -> one head on all ranks
 """
@@ -36,7 +36,7 @@ from hvfreeze.strategies.build_parts import open_both_features
 from hvfreeze.tasks import Task
 
 CUT = 1
-"""The chain is two blocks, features and head."""
+"""The chain has two blocks: the features and the head."""
 
 
 def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
@@ -59,7 +59,7 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
 
 
 def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
-    """Return how often all samples are asked for while the head is fitted."""
+    """Return the number of passes over all samples that fitting the head takes."""
     layer, (few, others) = head_of(context.chain), context.feed.sampled_views()
     views = max(1, context.feed.images.transform.augment.num_views)
     if few is not None and isinstance(layer, KernelHead):
@@ -69,7 +69,7 @@ def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
 
 @dataclass(eq=False)
 class FittedHead:
-    """A model of frozen features and a fitted head, equal on all ranks; see `OpenModel`."""
+    """Frozen features and a fitted head, equal on all ranks; see `OpenModel`."""
 
     models: ClassVar[Sequence[str]] = (MODEL,)
     world: World
@@ -78,9 +78,9 @@ class FittedHead:
     evaluation: Features
     clock: PhaseClock
     centres: int | None
-    """With which a kernel head compares samples; None chooses."""
+    """How many centres a kernel head has; None lets the fit choose."""
     task: Task
-    """What the head answers."""
+    """The kind of labels that the head predicts."""
     weights: NDArray[np.float32]
     """(samples,): how much each training sample counts."""
     cut: int = CUT
@@ -92,7 +92,7 @@ class FittedHead:
         self.chain = self.halves.chain
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
+        """Prepare for these batches. Collective."""
         if not self._began:
             # Once the model is what it begins with.
             self._began = True
@@ -109,10 +109,10 @@ class FittedHead:
         stop: Stop,
         count: Callable[[Tensor, Tensor, float], None],
     ) -> Solution | None:
-        """Fit the head to the features of all ranks' batches, or return None where some rank stops it. Collective.
+        """Fit the head to the features of all ranks' batches; return None if some rank stops it. Collective.
 
-        `batches` are this replica's, each sample and view once; there may be none. For all else, and for what is
-        raised, see `hvfreeze.heads.solve.solve`.
+        `batches` are this replica's, each sample and view once; there may be none. For other arguments and errors see
+        `hvfreeze.heads.solve.solve`.
         """
         self.begin_epoch(batches)
         layer = head_of(self.chain)
@@ -153,7 +153,7 @@ class FittedHead:
         return {MODEL: Answers(logits, batch.labels)}
 
     def check(self, *, step: int) -> str:
-        """Return the digest of the model; raise where ranks differ. Collective."""
+        """Return the digest of the model; raises if ranks differ. Collective."""
         return check_replicas(self.chain.model, self.world, step=step)
 
     def whole_models(self) -> Iterator[WholeModel]:
@@ -161,12 +161,12 @@ class FittedHead:
         yield WholeModel(MODEL, self.chain.model.state_dict())
 
     def state_dict(self) -> State:
-        """Return the model, all of which ranks share."""
+        """Return the model, which is equal on all ranks."""
         model = self.chain.model.state_dict()
         return State({"model": model, "summary": self._summary, "bytes": self._exchanged_bytes}, {})
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank."""
+        """Load a state of the same rank."""
         self._began = False
         self.chain.model.load_state_dict(state.shared["model"])
         self._summary, self._exchanged_bytes = state.shared["summary"], state.shared["bytes"]
@@ -174,13 +174,13 @@ class FittedHead:
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield an empty state for each rank: ranks have nothing of their own. Not a collective."""
+        """Yield an empty state for each rank: ranks have no own state. Not a collective."""
         for _ in owns:
             pass
         yield from ({} for _ in range(size))
 
     def report(self) -> dict[str, Any]:
-        """Return the exchanged bytes, what the cache did, and the head's numbers. Collective."""
+        """Return the exchanged bytes, the cache's numbers, and the head's numbers. Collective."""
         return {
             "allreduce_bytes": self._exchanged_bytes,
             "other_collective_bytes": 0,
@@ -190,6 +190,6 @@ class FittedHead:
         }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         self.training.close()
         self.evaluation.close()

@@ -1,4 +1,4 @@
-"""What strategies share whose ranks hold different blocks: messages, digests, signals, states and reports."""
+"""Shared parts of strategies whose ranks hold different blocks: messages, digests, signals, states and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 @torch.no_grad()
 def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[TensorLayout]:
-    """Return the layouts of what crosses between blocks: [d] is that behind the first d, for `images`, (B, C, H, W)."""
+    """Return the layouts of the tensors between blocks, for `images`, (B, C, H, W): [d] is the one after d blocks."""
     boundaries, x = [TensorLayout.of(images)], images
     for block in range(depth):
         x = run(x, block, block + 1)
@@ -38,12 +38,12 @@ def dry_run(run: RunBlocks, images: Tensor, *, depth: int) -> list[TensorLayout]
 
 
 def expect(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> None:
-    """Start to receive what a later `receive` with the same arguments returns."""
+    """Start to receive the result of a later `receive` with the same arguments."""
     wire.expect((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq)
 
 
 def receive(wire: Wire, boundary: TensorLayout, *, source: int, lane: str, seq: int) -> Tensor:
-    """Return what rank `source` has sent, with the shape and strides of `boundary`."""
+    """Return the tensor that rank `source` has sent, with the shape and strides of `boundary`."""
     return boundary.formed(wire.get((boundary.num_elements,), dtype=boundary.dtype, source=source, lane=lane, seq=seq))
 
 
@@ -53,10 +53,10 @@ def block_digests(chain: Chain, blocks: Iterable[int]) -> dict[int, str]:
 
 
 def digests_of_all(world: World, chain: Chain, mine: Mapping[Any, str], *, name: str, step: int) -> dict[Any, str]:
-    """Return the digests of all ranks together, by block or by what else they are of. Collective.
+    """Return the digests of all ranks, merged by block or other key. Collective.
 
     Raises:
-        DivergedError: ranks hold different values of one block after step `step`; on all ranks.
+        DivergedError: a block differs between ranks after step `step`; on all ranks.
     """
     everyone = world.allgather_object(mine, name=name)
     found: dict[Any, str] = {}
@@ -74,18 +74,18 @@ def digests_of_all(world: World, chain: Chain, mine: Mapping[Any, str], *, name:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """Return one digest of several."""
+    """Return one digest for several."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def gather_model(world: World, chain: Chain, mine: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
-    """Return on rank 0 the model's state_dict from what all ranks hold of it, elsewhere an empty dict. Collective."""
+    """Return the model's state_dict on rank 0 from the parts of all ranks, and an empty dict elsewhere. Collective."""
     found = gather_tensors(world, mine, name=name)
     return state_of(chain, found) if world.rank == 0 else {}
 
 
 def state_of(chain: Chain, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's state_dict from its tensors, which blocks list by the first of their names alone."""
+    """Return the model's state_dict from its tensors, of which shared ones are given by their first name only."""
     model, firsts = chain.model, dict[int, str]()
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: firsts.setdefault(id(tensor), name) for name, tensor in named}
@@ -93,7 +93,7 @@ def state_of(chain: Chain, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 SIGNAL_BYTES = 5 * 8
-"""That a rank hands over in `agree`."""
+"""Bytes that a rank sends in `agree`."""
 
 
 def agree(
@@ -109,24 +109,24 @@ def agree(
     remedy: str,
     replicas: int | None = None,
 ) -> tuple[float, bool, float]:
-    """Return the mean loss, whether some rank is to leave, and the norm of all gradients, before the update.
+    """Return the mean loss, whether some rank must leave, and the norm of all gradients, before the update.
 
-    Equal on all ranks; the norm is 0 where it is not asked for. Collective: every rank of `world` must call this.
+    Equal on all ranks; the norm is 0 unless requested. Collective: every rank of `world` must call this.
 
     Args:
         world: all ranks.
-        name: of the collective.
+        name: name of the collective.
         step: number of the step, for the error.
         loss: this rank's part of the replicas' losses.
         sound: whether all of this rank's gradients are finite.
-        gradients: this rank's.
+        gradients: this rank's gradients.
         leave: this rank was asked to leave.
-        with_norm: whether the gradients' norm is asked for.
-        remedy: what helps against numbers that are not finite.
-        replicas: how many have a loss and the same gradients each; None where the model is there once.
+        with_norm: whether to compute the gradients' norm.
+        remedy: advice against NaN and Inf.
+        replicas: number of replicas, each with a loss and equal gradients; None if the model exists once.
 
     Raises:
-        NumericsError: a loss or a gradient is not finite; on all ranks.
+        NumericsError: a loss or a gradient is NaN or Inf; on all ranks.
     """
     squares, finite = 0.0, math.isfinite(loss)
     if sound and with_norm and gradients:
@@ -137,31 +137,31 @@ def agree(
     losses, broken, leaving, total, squares = world.allreduce_sum(mine, name=name).tolist()
     if losses:
         where = "" if replicas is None else f" on {int(losses)} of {plural(replicas, 'replica')}"
-        raise not_finite(step, f"the loss is not finite{where}", remedy)
+        raise not_finite(step, f"the loss is NaN or Inf{where}", remedy)
     if broken:
-        raise not_finite(step, f"the gradients are not finite on {int(broken)} of {plural(world.size, 'rank')}", remedy)
+        raise not_finite(step, f"NaN or Inf in the gradients of {int(broken)} of {plural(world.size, 'rank')}", remedy)
     return total / (replicas or 1), bool(leaving), math.sqrt(squares / (replicas or 1))
 
 
 def gradients_of(named: Named) -> list[Tensor]:
-    """Return the gradients that there are."""
+    """Return the gradients that exist."""
     return [parameter.grad for _, parameter in named if parameter.grad is not None]
 
 
 def clip(gradients: Iterable[Tensor], norm: float, most: float | None) -> None:
-    """Scale gradients of this norm down to `most`, where there is such a bound."""
+    """Scale gradients with this norm down to `most`, if there is such a limit."""
     if most is not None and norm > most:
         for gradient in gradients:
             gradient.mul_(most / norm)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
-    """Return what an optimizer remembers of parameters, by their names, so that other ranks can go on with it."""
+    """Return the optimizer's state by parameter name, so that other ranks can continue with it."""
     return {name: dict(optimizer.state[p]) for name, p in named if p in optimizer.state}
 
 
 def put_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Undo `optimizer_state`, with copies."""
+    """Load an `optimizer_state`, with copies."""
     for name, parameter in named:
         if name in state:
             kept = state[name].items()
@@ -169,13 +169,13 @@ def put_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, state: M
 
 
 def optimizer_bytes(*optimizers: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of what optimizers remember."""
+    """Return the bytes of optimizers' states."""
     states = [state for one in optimizers if one is not None for state in one.state.values()]
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def cost_of_rank(clock: PhaseClock, wire: Wire, lanes: Iterable[str] | None = None) -> dict[str, float]:
-    """Return what a rank has used, for a strategy's report; waiting counts on `lanes`, by default on all."""
+    """Return a rank's resource use for a strategy's report; waiting is counted on `lanes`, by default on all."""
     return {
         "peak_memory_bytes": peak_memory_bytes(),
         "cpu_seconds": clock.processor_seconds(),

@@ -1,4 +1,4 @@
-"""What the settings of a strategy come to in a world of ranks."""
+"""Opens the configured strategy, and answers how its ranks form replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvfreeze.strategies.base import BuildContext, Strategy
 
 
 def open_strategy(context: BuildContext, config: Config) -> Strategy:
-    """Return the strategy that the configuration has chosen. Collective.
+    """Return the strategy of the configuration. Collective.
 
     Raises:
         UsageError: the settings do not fit the model or the world; on all ranks.
@@ -24,7 +24,7 @@ def open_strategy(context: BuildContext, config: Config) -> Strategy:
 
 
 def replicas_of(world: World, settings: StrategyConfig) -> int:
-    """Return how many replicas the ranks form: each has its own share of the samples.
+    """Return the number of replicas of the ranks: each has its own share of the samples.
 
     Raises:
         UsageError: the number of ranks does not fit the settings.
@@ -33,11 +33,11 @@ def replicas_of(world: World, settings: StrategyConfig) -> int:
 
 
 def reads_images(world: World, settings: StrategyConfig, rank: int) -> bool:
-    """Tell whether a rank reads images in every epoch, and should keep their pixels where there is room."""
+    """Return True if a rank reads images in every epoch, so that it should keep decoded pixels in memory."""
     return settings.reads_images(rank % settings.ranks_per_replica(world.size))
 
 
 def rows_evaluated(config: Config, shape: Sequence[int]) -> int:
-    """Return how many samples, of `shape` as the model sees them, a batch that trains nothing has."""
+    """Return the number of samples, of model input `shape`, in a batch without training."""
     batch_size = config.optimizer.batch_size
     return rows_at_once(batch_size, shape) if config.strategy.evaluates_more else batch_size

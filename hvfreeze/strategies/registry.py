@@ -1,4 +1,4 @@
-"""The strategies by name. A line registers one; the class of its settings says the rest. No torch."""
+"""The strategies by name, one line each; the class of a strategy's settings has everything else. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rounds: steps that every rank makes alone, at whose end all ranks meet and hear what happened to each.
+"""Rounds of steps that every rank makes alone; at their end all ranks synchronize.
 
-Where the model is looked at in the middle of a round, for an evaluation, a checkpoint or the end, all ranks see one
-model for that, and then go on from their own.
+If the model is needed inside a round, for an evaluation, a checkpoint or the end, all ranks temporarily see one common
+model, and continue from their own afterwards.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from hvfreeze.strategies.base import StepResult, WholeModel
 from hvfreeze.strategies.data_parallel import DataParallel
 
 SIGNAL_BYTES = 8
-"""That a rank hands over when ranks meet."""
+"""Bytes that a rank sends at the end of a round."""
 
 
 @dataclass
 class Rounds:
-    """How far a run is in its rounds. A rank that meets numbers that are not finite waits for the round's end."""
+    """A run's position in its rounds. A rank with NaN or Inf waits for the end of the round."""
 
     world: World
     local_steps: int
-    """Of a round."""
+    """Steps of a round."""
     ended: int = 0
     done: int = 0
-    """Steps of the present round; a round may last over the end of an epoch."""
+    """Steps made in the current round, which may extend over the end of an epoch."""
     signal_bytes: int = 0
     _broken: str = ""
-    """Why this rank trains no more."""
+    """The reason why this rank trains no more, or ""."""
 
     def step_alone(self, step: Callable[[], StepResult]) -> StepResult:
-        """Make and count a step of this rank, or only count it where this rank trains no more. Not a collective."""
+        """Make and count a step of this rank; only count it if this rank trains no more. Not a collective."""
         self.done += 1
         if not self._broken:
             try:
@@ -51,11 +51,11 @@ class Rounds:
 
     @property
     def ends(self) -> bool:
-        """Whether the step that was just made ends its round; the same on all ranks."""
+        """Whether the last step ended its round; equal on all ranks."""
         return self.done == self.local_steps
 
     def meet(self, *, leave: bool = False) -> bool:
-        """Tell whether some rank was asked to leave. Collective.
+        """Return True if some rank was asked to leave. Collective.
 
         Raises:
             NumericsError: a rank trains no more; on all ranks.
@@ -70,30 +70,30 @@ class Rounds:
         return bool(leaves)
 
     def end(self) -> None:
-        """Begin the next round."""
+        """Start the next round."""
         self.ended, self.done = self.ended + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run is; equal on all ranks."""
+        """Return the position; equal on all ranks."""
         return {"ended": self.ended, "done": self.done, "signal_bytes": self.signal_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load a `state_dict`."""
         self.ended, self.done, self.signal_bytes = state["ended"], state["done"], state["signal_bytes"]
 
     @staticmethod
     def begun_anew(state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state at the beginning of the next round."""
+        """Return the state at the begin of the next round."""
         unfinished = int(state["done"] > 0)
         return {**state, "ended": state["ended"] + unfinished, "done": 0}
 
 
 @dataclass(eq=False)
 class RoundStrategy:
-    """What strategies have in common whose ranks train alone in rounds; see `Strategy`."""
+    """The common part of strategies whose ranks train alone in rounds; see `Strategy`."""
 
     replica: DataParallel
-    """This rank's, alone in its own world."""
+    """This rank's replica, in a separate world."""
     world: World
     """All ranks."""
     wire: Wire
@@ -101,39 +101,39 @@ class RoundStrategy:
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.replica.cut
 
     @property
     def models(self) -> Sequence[str]:
-        """The one model."""
+        """The name of the only model."""
         return self.replica.models
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
+        """Prepare for these batches. Collective."""
         if not training:
             self._look()
         self.replica.begin_epoch(batches, training=training)
 
     def settle(self) -> None:
-        """Do nothing: whoever looks at the model sees one that all ranks share."""
+        """Do nothing: evaluations and checkpoints already see one common model."""
 
     def check(self, *, step: int) -> str:
-        """Return the digest of what is seen; raise where it is not equal on all ranks. Collective."""
+        """Return the digest of the common model; raises if it differs between ranks. Collective."""
         self._look()
         return check_replicas(self.replica.chain.model, self.world, step=step)
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield what is seen. Collective."""
+        """Yield the common model. Collective."""
         self._look()
         yield from self.replica.whole_models()
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         self.replica.close()
 
     def _look(self) -> None:
-        """Show one model on all ranks, until the next step. Collective."""
+        """Show one common model on all ranks, until the next step. Collective."""
         raise NotImplementedError
 
     def _sent_by_all(self) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""The settings of replicas: there are none."""
+"""The settings of data parallelism, which has none."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def restore(job: Job) -> int | None:
         shared = redealing.shared()
         change = f"ranks: {wrote} there, {world.size} here; {redealing.describe()}"
         job.record.change(change)
-        job.notes.append(f"not as before: {change}")
+        job.notes.append(f"changed since the run started: {change}")
     fill = partial(put_back, job, shared, own, name=name)
     raise_on_all_ranks(world, fill, name="checkpoint.restore")
     raise_on_all_ranks(world, lambda: bring_back_best(job, Path(name)), name="best.back")

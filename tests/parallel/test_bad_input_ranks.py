@@ -62,7 +62,7 @@ def test_what_all_ranks_refuse_is_said_once(run_dir: Path, size: int, words: str
 @pytest.mark.parametrize(
     ("first", "second", "fragments"),
     [
-        (["--lr", "0.1"], ["--lr", "0.2"], ["optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1", "one command"]),
+        (["--lr", "0.1"], ["--lr", "0.2"], ["optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1", "the same command"]),
         # What one rank alone does before or after training would leave it waiting for the others.
         ([], ["--resume"], ["run.resume is False on rank 0 and True on rank 1"]),
         ([], ["--epoch", "3"], ["rank 1: unknown argument '--epoch'"]),
@@ -110,7 +110,7 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
 def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Path) -> None:
     task = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     outcome = spawn("train", *SMALL, "--run-dir", str(run_dir), env={**task, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    refused(outcome, 2, "a launcher started 4 tasks", "but MPI connects 1", "mpirun")
+    refused(outcome, 2, "the launcher started 4 tasks", "but MPI connects only 1", "mpirun")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_scripts_that_torchrun_starts_do_not_train_alone(started: str, rank: str
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvfreeze: ")]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert len(lines) == 1 and "a launcher started 2 tasks ($WORLD_SIZE is 2), but MPI connects 1" in lines[0]
+    assert len(lines) == 1 and "the launcher started 2 tasks ($WORLD_SIZE is 2), but MPI connects only 1" in lines[0]
 
 
 @pytest.mark.standing

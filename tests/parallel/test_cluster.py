@@ -52,7 +52,7 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends_as_the_undisturbed_on
     options = ["--train-samples", "64", "--epochs", "12"]
     whole = nodes.run(*job, *training(folder / "whole", *options), OMP_NUM_THREADS="1", HVFREEZE_CORES="1")
     assert whole.returncode == 0, whole.stderr
-    assert "note: computing threads fill the nodes' cores: Horovod looks for work every 5 ms" in whole.stdout
+    assert "note: computing threads use all cores of the nodes: Horovod's cycle time set to 5 ms" in whole.stdout
     hosts = json.loads((folder / "whole/environment.json").read_text())["hosts"]
     assert hosts == ["node0", "node1"]
 
@@ -150,7 +150,7 @@ def test_everything_that_is_wrong_with_a_node_is_one_line_before_anything_starts
     assert "ssh-copy-id node3" in said["node3"]
     assert "this name has no address" in said["nosuchnode"]
     problems = {line.split()[1]: line for line in table.splitlines() if line.startswith("PROBLEM")}
-    assert "node3: ssh refuses the key; nosuchnode: the name has no address" in problems["ssh"]
+    assert "node3: ssh rejects the key; nosuchnode: the name has no address" in problems["ssh"]
     assert "no torch on node1" in problems["versions"]
     assert "node2: No space left on device" in problems["cache"]
     assert "node0: 22 in use" in problems["ports"]
@@ -265,7 +265,7 @@ def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Pa
         (tmp_path / program).symlink_to(shutil.which(program) or "")
     done = launch([CLUSTER, "up"], PATH=str(tmp_path))
     assert done.returncode == 2
-    assert "ip is missing: apt-get install iproute2" in done.stderr
+    assert "ip is missing; run apt-get install iproute2" in done.stderr
 
 
 @pytest.mark.seldom
@@ -309,4 +309,4 @@ def carries_frames(pid: int) -> bool:
 def test_a_latency_that_is_none_is_refused(latency: str) -> None:
     done = launch([CLUSTER, "up", f"--latency={latency}"])
     assert done.returncode == 2
-    assert "is no time up to a second: 100us, 0.5ms, ..." in done.stderr
+    assert "is not a time of at most 1 s such as 100us or 0.5ms" in done.stderr

@@ -55,8 +55,8 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) ->
 @pytest.mark.parametrize(
     ("size", "fault", "code", "words", "kept"),
     [
-        (2, "1:6:loss", 5, ["step 6: the loss is not finite on 1 of 2 ranks; no update was made"], [4]),
-        (3, "1:1:perturb", 4, ["replicas are not equal after step 2: rank 1 differ"], []),
+        (2, "1:6:loss", 5, ["step 6: the loss is NaN or Inf on 1 of 2 ranks; the model was not updated"], [4]),
+        (3, "1:1:perturb", 4, ["replicas differ after step 2: rank 1 differ"], []),
         seldom(2, "1:9:move-frozen", 4, ["rank 1: ", "frozen"], [4, 8]),
         (2, "1:6:freeze-alone", 4, ["ranks disagree on which parameters are frozen"], [4]),
         (2, "0:6:log", 3, ["metrics.jsonl cannot be written: No space left on device"], [4]),
@@ -82,8 +82,8 @@ def test_a_rank_that_goes_astray_ends_the_job_with_one_message(
 @pytest.mark.parametrize(
     ("size", "fault", "what"),
     [
-        seldom(2, "0:3:stop", "which gives no sign of life"),
-        seldom(2, "1:3:stop", "which gives no sign of life"),
+        seldom(2, "0:3:stop", "which does not respond"),
+        seldom(2, "1:3:stop", "which does not respond"),
         seldom(3, "1:3:spin", "which computes"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stay
     assert undisturbed.returncode == 0, str(undisturbed)
     result = train(size, f"{culprit}:-4:stop", folder, "--epochs", "1", env=IMPATIENT)
     assert result.returncode == 128 + signal.SIGKILL, str(result)
-    assert f"rank {culprit} on " in only_message(result) and "after it had left MPI" in only_message(result)
+    assert f"rank {culprit} on " in only_message(result) and "has left MPI" in only_message(result)
     assert epochs(folder) == epochs(straight)
     for name in ("model.pt", "decisions.jsonl"):
         assert (folder / name).read_bytes() == (straight / name).read_bytes(), name
@@ -122,7 +122,7 @@ def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(tmp_path: 
     decisions = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
     assert decisions
     for decision in decisions:
-        assert "gradients are not finite on rank 1: the vote is void" in decision["reason"]
+        assert "NaN or Inf in the gradients of rank 1; this vote does not count" in decision["reason"]
         assert (decision["cut_before"], decision["cut_after"], decision["total"]) == (0, 0, 0)
 
 

@@ -17,14 +17,16 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize(
     ("mistake", "start", "code", "message"),
     [
-        seldom("a cut of unknown blocks", "running", 2, "cut (1): blocks of Own are frozen before its first forward"),
+        seldom(
+            "a cut of unknown blocks", "running", 2, "cut (1): freezing starts before the first forward pass of Own"
+        ),
         (
             "other layers on one rank",
             "not yet",
             2,
             "second.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on",
         ),
-        seldom("clipped too early", "running", 2, "call synchronize() before they are clipped"),
+        seldom("clipped too early", "running", 2, "call synchronize() before you clip"),
         ("one rank fails", "running", 1, "nobody expected this"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     other_size = call("train", *TRAINING, "--run-dir", str(folder), "--resume")
     assert other_size.returncode == 3, str(other_size)
-    assert "was written by 2 ranks and cannot resume on 1" in only_message(other_size)
+    assert "was written by 2 ranks and cannot resume bit for bit on 1" in only_message(other_size)
 
 
 def state_in(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked
             assert found == [first, last]
             assert_goes_on_from(before, state_in(sorted((folder / "checkpoints").iterdir())[0]))
         told.append(f"step {before['step']} of {before['steps_per_epoch']} an epoch became {first} of")
-        assert "note: not as before: ranks: " in result.stdout, str(result)
+        assert "note: changed since the run started: ranks: " in result.stdout, str(result)
     changes = [change for resumed in summary(folder)["resumed"] for change in resumed["changed"]]
     assert [change.partition(";")[0] for change in changes] == [
         f"ranks: {there} there, {here} here" for there, here in ((2, 3), (3, 1), (1, 2))

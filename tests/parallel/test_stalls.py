@@ -35,7 +35,7 @@ def faulty(case: Case) -> Result:
     )
 
 
-REASONS = {"stop": "which gives no sign of life", "spin": "which computes or waits for something else"}
+REASONS = {"stop": "which does not respond", "spin": "which is computing or waits for something else"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_job(case: Case, waits_i
 def test_a_rank_that_is_stopped_when_nobody_is_left_to_notice_is_named_and_ends_the_job(case: Case) -> None:
     result = faulty(case)
     assert result.returncode == 128 + signal.SIGKILL, str(result)
-    told = rf"hvfreeze: error: rank {case[1]} on \S+ was stopped for (\d+) s after it had left MPI"
+    told = rf"hvfreeze: error: rank {case[1]} on \S+ has left MPI, but has been suspended for (\d+) s"
     match = re.match(told, only_message(result))
     assert match and int(match[1]) >= LIMIT, str(result)
 

@@ -158,7 +158,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("image_column", "label_column", "label_delimiter", "split_column", "test_table"), "for tables of labels"
     ),
-    "tensorboard": "a library that need not be there",
+    "track": "a library that need not be there",
 }
 MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "stays", "peak_memory_bytes")
 """What keys end with whose values another run of the same settings does not have."""
@@ -279,11 +279,11 @@ def test_every_flag_is_drawn_or_says_why_not() -> None:
 
 
 def told(made: Made, leaf: str) -> str:
-    """Return what of a flag's effect the run said is not there: "no effect" or "not the whole effect", else nothing."""
+    """Return what of a flag's effect the run said is not there: "no effect" or "limited effect", else nothing."""
     for line in made.notes.splitlines():
-        how, _, flags = line.partition("note: ")[2].partition(" effect of ")
-        if how in ("no", "not the whole") and flag_of(leaf) in re.split(r"[ ,:]+", flags.partition(" because ")[0]):
-            return f"{how} effect"
+        found = re.search(r"note: (.+?) (?:has|have) (no|limited) effect: ", line)
+        if found and flag_of(leaf) in re.split(r"[ ,:]+", found[1]):
+            return f"{found[2]} effect"
     return ""
 
 

@@ -51,7 +51,7 @@ def test_a_cached_loader_asks_for_its_directory() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=SoloWorld())
     loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 2), batch_size=4)
-    with pytest.raises(UsageError, match=r"has no home directory: give CachedLoader directory="):
+    with pytest.raises(UsageError, match=r"has no home directory: pass directory= to CachedLoader"):
         hvfreeze.CachedLoader(loader, optimizer)
 
 

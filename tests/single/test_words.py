@@ -1,9 +1,11 @@
-"""Guides use the field's words: the private words of earlier versions do not come back."""
+"""Pages, messages and docstrings use the field's words: the private words of earlier versions do not come back."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +34,36 @@ PAGES = [
     "docs/reference/data.md",
     "docs/reference/training-script.md",
     "docs/reliability.md",
+    "docs/results.md",
     "docs/runs.md",
+    "docs/strategies/data-parallel.md",
+    "docs/strategies/grid.md",
+    "docs/strategies/local-critics.md",
+    "docs/strategies/local-sgd.md",
+    "docs/strategies/shared-trunk.md",
+    "docs/strategies/stale-ring.md",
+    "docs/strategies/subnets.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "analysis" / "pages").rglob("*.md")),
 ]
+CODE = [
+    "cache",
+    "hvfreeze/comm",
+    "hvfreeze/doctor",
+    "hvfreeze/freezing",
+    "hvfreeze/integration",
+    "hvfreeze/prefix",
+    "hvfreeze/report",
+    "hvfreeze/runs",
+    "hvfreeze/strategies",
+    "hvfreeze/effects.py",
+    "hvfreeze/errors.py",
+    "hvfreeze/files.py",
+    "hvfreeze/memory.py",
+    "hvfreeze/timing.py",
+    "hvfreeze/wording.py",
+    "launch",
+]
+"""Folders and files whose messages and docstrings are searched."""
 WORDS = {
     r"solv(e|es|ed|ing)|solutions?": "fit, fitted head",
     r"likeness(es)?": "kernel value",
@@ -42,7 +72,7 @@ WORDS = {
     r"(a|the) look|looked at|looks? again": "gradient probe, probed",
     r"(?<!fine-)tun(e|es|ed|ing)": "fine-tune, fine-tuning",
     r"not finite": "NaN or Inf",
-    r"of (one|your|its|their)('s)? own": "custom model, custom dataset, your training script",
+    r"of one's own|of (your|its|their) own(?! [a-z])": "custom model, custom dataset, your training script",
     r"statistics of the weights": "the pretrained BatchNorm statistics",
     r"ranks? (\d+ )?tells?|(is|are|was|be) told": "rank 0 logs, the log says",
     r"views of a sample": "augmented views",
@@ -64,14 +94,37 @@ WORDS = {
     r"\d{1,3} \d{3}": "5,000",
 }
 """A private word, as a regular expression, and what the field says."""
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-"""A page and words in it that are no private words there, with the reason."""
+FIRST_WORDS = {
+    r"What": "a noun phrase",
+    r"Of": "the quantity and its unit",
+    r"Tell|Tells": "Return True if ..., or Log ...",
+    r"Let": "the verb for what happens",
+    r"Those|That|Such|Whose|As|By|With|To": "a noun phrase",
+}
+"""Words that no docstring begins with, and what to begin with."""
+EXCEPTIONS = {
+    ("analysis/pages/grounds.md", "![grounds]"): "the name of a figure",
+    ("hvfreeze/comm/horovod_world.py", "Args: beside"): "the name of an argument",
+    ("hvfreeze/freezing/coherence.py", "the distance doubles"): "the verb",
+    ("hvfreeze/integration/fit_head.py", "nobody stops it"): "a reason that no user sees",
+    ("hvfreeze/integration/horovod_compat.py", "beside."): "the name of a parameter",
+}
+"""A page or module and words in it that are no private words there, with the reason."""
+MESSAGE_WORDS = 3
+"""Fewer words are a name or a key."""
 
 
 def prose(text: str) -> str:
     """Return a page without code, generated parts and targets of links, which are named and written elsewhere."""
-    for left_out in (r"(?ms)^ *```.*?^ *```$", r"(?s)<!-- (\S+) -->.*?<!-- /\1 -->", r"`[^`]*`", r"(?<=\])\([^)]*\)"):
-        text = re.sub(left_out, "", text)
+    left_out = (
+        r"(?ms)^ *```.*?^ *```$",
+        r"(?s)<!-- (\S+) -->.*?<!-- /\1 -->",
+        r"(?s)\{[{%].*?[%}]\}",
+        r"`[^`]*`",
+        r"(?<=\])\([^)]*\)",
+    )
+    for pattern in left_out:
+        text = re.sub(pattern, "", text)
     return re.sub(r"\s+", " ", text)
 
 
@@ -83,15 +136,63 @@ def private_words(text: str) -> Iterator[str]:
             yield f"{plain[max(0, found.start() - 30) : found.end() + 30].strip()!r}: write {instead}"
 
 
+def modules() -> list[str]:
+    """Return the modules of `CODE`."""
+    places = [ROOT / place for place in CODE]
+    found = [path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def texts(module: Path) -> Iterator[tuple[int, str, bool]]:
+    """Yield the line, the text and whether it is a docstring, of all docstrings and messages of a module."""
+    tree, docstrings, inner = ast.parse(module.read_text()), set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstrings |= {id(each.value) for each in node.body if isinstance(each, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inner |= set(map(id, node.values))
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield node.lineno, "".join(map(str, parts)), False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            is_docstring = id(node) in docstrings
+            if is_docstring or len(node.value.split()) >= MESSAGE_WORDS:
+                yield node.lineno, node.value, is_docstring
+
+
+def private_texts(module: str) -> Iterator[str]:
+    """Yield every private word in a module's docstrings and messages, and every docstring that begins with one."""
+    for line, text, is_docstring in texts(ROOT / module):
+        for found in private_words(text):
+            yield f"line {line}: {found}"
+        for words, instead in FIRST_WORDS.items():
+            if is_docstring and re.match(rf"({words})\b", text):
+                yield f"line {line}: {text.splitlines()[0]!r}: begin with {instead}"
+
+
+def unexcepted(where: str, found: Iterator[str]) -> list[str]:
+    """Return what is found without the exceptions of a page or module."""
+    excepted = [words for (place, words) in EXCEPTIONS if place == where]
+    return [each for each in found if not any(words in each for words in excepted)]
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_a_guide_has_no_private_words(page: str) -> None:
-    excepted = [words for (where, words) in EXCEPTIONS if where == page]
-    assert [found for found in private_words((ROOT / page).read_text()) if not any(w in found for w in excepted)] == []
+def test_a_page_has_no_private_words(page: str) -> None:
+    assert unexcepted(page, private_words((ROOT / page).read_text())) == []
+
+
+@pytest.mark.parametrize("module", modules())
+def test_messages_and_docstrings_have_no_private_words(module: str) -> None:
+    assert unexcepted(module, private_texts(module)) == []
 
 
 def test_every_exception_is_needed() -> None:
-    found = {page: list(private_words((ROOT / page).read_text())) for page in {page for page, _ in EXCEPTIONS}}
-    assert [(page, words) for page, words in EXCEPTIONS if not any(words in each for each in found[page])] == []
+    places = {place for place, _ in EXCEPTIONS}
+    found = {
+        place: list(private_texts(place) if place.endswith(".py") else private_words((ROOT / place).read_text()))
+        for place in places
+    }
+    assert [(place, words) for place, words in EXCEPTIONS if not any(words in each for each in found[place])] == []
 
 
 @pytest.mark.parametrize(
@@ -104,3 +205,11 @@ def test_private_words_are_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["`--mirror images`", "fine-tuning", "[rows](solved.md)", "```\nanew\n```", "tunable"])
 def test_code_links_and_parts_of_words_are_not_searched(text: str) -> None:
     assert list(private_words(text)) == []
+
+
+def test_docstrings_and_messages_of_a_module_are_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""A module."""\nX = 1\n"""Of a step."""\nraise ValueError(f"{X} goes on here")\nY = "two words"\n'
+    )
+    assert sorted(texts(module)) == [(1, "A module.", True), (3, "Of a step.", True), (4, "{} goes on here", False)]

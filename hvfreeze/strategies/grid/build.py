@@ -1,4 +1,4 @@
-"""From a configuration to the strategy: each rank's place, its blocks, and what trains them."""
+"""Builds a grid from a configuration: each rank's place, its blocks, and what trains them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from hvfreeze.strategies.grid.strategy import Grid
 
 
 def open_grid(context: BuildContext, config: Config) -> Grid:
-    """Return the strategy for a run. Collective.
+    """Return the grid of a run. Collective.
 
     Raises:
         UsageError: settings do not fit each other, the model or the world; on all ranks.
@@ -75,8 +75,9 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     introduce(context, facts, segments, boundaries[settings.batch_size])
     if facts.repartitions and GridConfig.of(config).cut_by not in ("params", "count"):
         context.say(
-            "grid: with --redeal on, where parts end changes last digits, and that is measured anew at each start: a "
-            "run that is repeated or resumed may differ; --cut-by params or count is the same each time"
+            "grid: with --redeal on, parts are cut by times measured at each start, and the last digits of results "
+            "depend on the cuts: a repeated or resumed run may differ; --cut-by params or count makes runs "
+            "repeatable"
         )
     keeps = raise_on_all_ranks(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
     wire = open_wire(world, [*LANES, EVALUATION, REMOTE_ROWS, MOVING])
@@ -120,7 +121,7 @@ def open_pipelines(
     *,
     keeps: bool,
 ) -> tuple[Pipeline, Pipeline]:
-    """Return this rank's part in its line, in training and in evaluation. Not a collective."""
+    """Return this rank's pipelines, of training and of evaluation. Not a collective."""
     cost_inputs: dict[Partitioning, CostInputs] = {}
 
     def present_cost_inputs() -> CostInputs:
@@ -150,7 +151,7 @@ def open_pipelines(
 
 
 def facts_of(config: Config, context: BuildContext) -> GridFacts:
-    """Return the grid's shape.
+    """Return the shape of the grid.
 
     Raises:
         UsageError: settings do not fit each other, or the model.
@@ -170,8 +171,8 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
     if settings.redeals and parts > 1 and not shorter_lines(parts, micro_batches=number):
         factor = next(factor for factor in range(2, parts + 1) if parts % factor == 0)
         raise UsageError(
-            f"--micro-batches ({number}) must be a multiple of {factor} with --redeal on and --parts "
-            f"{parts}: so many lines, or more, share a batch by whole micro-batches"
+            f"--micro-batches ({number}) must be a multiple of {factor} with --redeal on and --parts {parts}, "
+            "because up to that many replicas may share a batch"
         )
     return GridFacts(
         parts=parts,
@@ -184,7 +185,7 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
 
 
 def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
-    """Return into how many micro-batches a batch of `rows` samples is divided."""
+    """Return the default number of micro-batches for a batch of `rows` samples."""
     if parts == 1:
         return 1
     # Two samples at least: BatchNorm cannot normalise one.
@@ -194,15 +195,15 @@ def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
 
 
 class BlockTrial(NamedTuple):
-    """The tensors between blocks for images of one shape, from before block 0, and each block's seconds."""
+    """The layouts of tensors between blocks for images of one shape, and each block's seconds."""
 
     boundaries: tuple[TensorLayout, ...]
     seconds: tuple[float, ...]
-    """Of each block, forward and backward."""
+    """Seconds of each block, forward and backward."""
 
 
 def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: GridFacts) -> dict[int, BlockTrial]:
-    """Return a trial with each number of samples that goes through the line at once."""
+    """Return a trial for each number of samples that passes through the pipeline at once."""
     images = example_images(context, rows=config.optimizer.batch_size)
     rows = {*sizes_of(len(images), facts.micro_batches), len(images)}
     kept = config.freeze.statistics == "kept"
@@ -210,12 +211,12 @@ def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: Grid
 
 
 def try_blocks(chain: Chain, run: RunBlocks, images: Tensor, *, kept: bool = False) -> BlockTrial:
-    """Try a training step with `images`, (B, C, H, W); parameters, gradients, buffers, modes and random state stay.
+    """Try a training step with `images`, (B, C, H, W), without changing parameters, buffers, modes or random state.
 
-    With `kept` BatchNorm normalises by its running statistics, as it will in training.
+    With `kept`, BatchNorm normalises by its running statistics, as in training.
 
     Raises:
-        UsageError: a block cannot train on so few images.
+        UsageError: a block cannot be trained on so few images.
     """
     boundaries = {0: TensorLayout.of(images)}
 
@@ -240,14 +241,14 @@ def one_block(run: RunBlocks, x: Tensor, block: int, *, name: str) -> Tensor:
         output.backward(torch.ones_like(output))
     except (RuntimeError, ValueError) as error:
         raise UsageError(
-            f"block {name} cannot train on micro-batches of {len(x)} samples ({error}); lower --micro-batches, or "
-            "raise --batch-size"
+            f"block {name} cannot be trained on micro-batches of {len(x)} samples ({error}); lower --micro-batches "
+            "or raise --batch-size"
         ) from error
     return output.detach()
 
 
 def open_places(world: World, facts: GridFacts, *, observing: bool) -> dict[int, Place]:
-    """Return this rank's place in lines of every length that there may be, the run's first one first. Collective."""
+    """Return this rank's place in pipelines of every possible length, the run's first length first. Collective."""
     shorter = shorter_lines(facts.parts, micro_batches=facts.micro_batches)
     places = {}
     # Now, and not when blocks change hands: a run that is resumed begins with the partitioning that it had.
@@ -258,12 +259,12 @@ def open_places(world: World, facts: GridFacts, *, observing: bool) -> dict[int,
 
 
 def observes(config: Config) -> bool:
-    """Tell whether ranks of a line must put together what they have observed."""
+    """Return True if ranks of a pipeline must combine their observations."""
     return config.freeze.freeze not in ("none", "static") or bool(config.freeze.shadow_names())
 
 
 def join_of(line: World | None) -> Join:
-    """Return what adds up the observations of a line's ranks, each of its own blocks."""
+    """Return the function that combines the observations of a pipeline's ranks, each of its own blocks."""
     if line is None:
         return list
 
@@ -277,11 +278,11 @@ def join_of(line: World | None) -> Join:
 def introduce(
     context: BuildContext, facts: GridFacts, segments: tuple[Segment, ...], batch: Sequence[TensorLayout]
 ) -> None:
-    """Tell the user each rank's part, and the bytes that the ranks of one line send for a batch."""
+    """Log each rank's part, and the bytes that the ranks of a pipeline send per batch."""
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)
     # Activations one way, errors of the same shape the other, while nothing is frozen.
     sent = sum(batch[start].num_bytes for start, _ in segments[1:])
     context.say(
         f"grid: parts {facts.parts} (blocks {cuts}), replicas {facts.replicas}, micro-batches {facts.micro_batches}, "
-        f"{facts.schedule}; bytes a step in a line: activations {sent}, errors {sent}"
+        f"schedule {facts.schedule}; bytes per step in a pipeline: activations {sent}, gradients {sent}"
     )

@@ -1,8 +1,8 @@
-"""Cached rows of the frozen prefix's output: read by the first partition that trains, as its input.
+"""Cached rows in a grid: the first partition that trains reads the frozen prefix's output as its input.
 
-Cached rows move no byte: the ranks before their reader have nothing to do for such a micro-batch. Other rows come
-through the line as ever, and are kept as they pass. All ranks of a line learn at an epoch's start which micro-batches
-are cached.
+Cached rows need no messages: the ranks before the reader skip such a micro-batch. Other rows come through the pipeline
+as usual and are stored on the way. All ranks of a pipeline learn at the start of an epoch which micro-batches are
+cached.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hvfreeze.strategies.model_parallel import block_digests, digest_of, receive
 REMOTE_ROWS = "errands"
 """The lane of rows that other ranks compute for a cache; checkpoints count its bytes by this name."""
 COUNT, IMAGES, OUTPUT = range(3)
-"""Its messages: how many rows come next, none to end; their images; their output."""
+"""Its messages: number of rows that follow (0 ends), their images, their output."""
 
 
 class RemotePrefix:
-    """Runs the prefix for the cache of partition `reader`, wherever its blocks lie.
+    """Runs the prefix for the cache of partition `reader`, on whichever ranks its blocks are.
 
-    `segments` are the blocks by partition, `boundaries` by the rows of a batch, and then by depth.
+    `segments` are the blocks of each partition, `boundaries` the layouts by rows of a batch and depth.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class RemotePrefix:
         self._halves, self._wire, self._boundaries = halves, wire, boundaries
         self._served = False
         self.came: Tensor | None = None
-        """In a step: the tensor from the line, of which the next rows are computed."""
+        """In a step: the tensor from the pipeline, from which the next rows are computed."""
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """On the reader: let the ranks before this one, which are in `serve`, compute for it meanwhile."""
+        """On the reader: use the ranks before this one, which must be in `serve`, inside the context."""
         self._served = True
         try:
             yield
@@ -77,26 +77,26 @@ class RemotePrefix:
             self._wire.drain()
 
     def serve(self) -> None:
-        """On a rank before the reader: run its blocks for the reader's images, until it ends this."""
+        """On a rank before the reader: run its blocks on the reader's images until the reader ends it."""
         (start, stop), reader = self._segment, self._mesh.rank_of(self._reader)
         while rows := int(self._wire.get((1,), dtype=torch.int64, source=reader, lane=REMOTE_ROWS, seq=COUNT)):
             if self._mesh.before is None:
                 x = self._get(0, rows, source=reader, seq=IMAGES)
             else:
                 x = self._get(start, rows, source=self._mesh.before, seq=OUTPUT)
-            assert self._mesh.after is not None, "the reader comes after"
+            assert self._mesh.after is not None, "a rank before the reader must have a successor"
             self._put(stop, self._halves.prefix(x, start, stop), to=self._mesh.after, seq=OUTPUT)
             self._wire.drain()
 
     def load(self, images: Inputs, ids: Ids, views: Ids) -> Tensor:
-        """Return images, (B, C, H, W); none where their output has come already."""
+        """Return images, (B, C, H, W); empty if their output has already arrived."""
         return images.load(ids, views) if self.came is None else torch.empty(0)
 
     def run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return the output of frozen blocks start..stop-1 for `x`, which has start 0 where not all are held here.
+        """Return the output of frozen blocks start..stop-1 for `x`; start is 0 if other ranks hold some of the blocks.
 
         Raises:
-            CacheFault: rows were stored, so that nothing of theirs has come, and they are stored no more.
+            CacheFault: the rows were cached, so nothing was sent for them, but they are lost.
         """
         own = self._segment[0]
         if start < own:
@@ -109,12 +109,12 @@ class RemotePrefix:
             return self.came
         if not self._served:
             raise CacheFault(
-                "cached rows are lost in the middle of an epoch; go on from the last checkpoint (--resume)"
+                "cached rows were lost in the middle of an epoch; resume from the last checkpoint (--resume)"
             )
         for partition in range(self._reader):
             self._announce(partition, len(images))
         self._put(0, images, to=self._mesh.rank_of(0), seq=IMAGES)
-        assert self._mesh.before is not None, "blocks before this rank's are held before it"
+        assert self._mesh.before is not None, "this rank must have a predecessor"
         return self._get(self._segment[0], len(images), source=self._mesh.before, seq=OUTPUT)
 
     def _announce(self, partition: int, rows: int) -> None:
@@ -128,14 +128,14 @@ class RemotePrefix:
 
 
 class FrozenDigests:
-    """Digests of the frozen blocks, wherever they lie."""
+    """Digests of all frozen blocks, on whichever ranks they are."""
 
     def __init__(self, world: World, chain: Chain) -> None:
         self._world, self._chain = world, chain
         self._known: list[str] = []
 
     def learn(self, cut: int, held: Segment) -> None:
-        """Exchange the digests of the blocks that have frozen since; this rank has the blocks of `held`. Collective."""
+        """Exchange the digests of newly frozen blocks; this rank holds `held`. Collective."""
         del self._known[cut:]
         known = len(self._known)
         if known == cut:
@@ -147,16 +147,16 @@ class FrozenDigests:
         self._known += [found[block] for block in range(known, cut)]
 
     def forget(self) -> None:
-        """Learn all anew: other values were loaded."""
+        """Drop all digests, because other values were loaded."""
         self._known.clear()
 
     def of(self, blocks: int) -> str:
-        """Return the digest of the first `blocks` blocks; after `learn`."""
+        """Return the digest of the first `blocks` blocks; call `learn` before."""
         return digest_of(self._known[:blocks])
 
 
 def keeps_rows(config: Config, facts: GridFacts, world: World) -> bool:
-    """Tell whether rows may be cached; equal on all ranks.
+    """Return True if rows may be cached; equal on all ranks.
 
     Raises:
         UsageError: settings do not fit each other.
@@ -166,22 +166,22 @@ def keeps_rows(config: Config, facts: GridFacts, world: World) -> bool:
         return False
     if facts.repartitions and world.local_size < world.size and not settings.cache_shared:
         raise UsageError(
-            "--redeal (on) must be used with --cache off or --cache-shared on several nodes: ranks read rows that "
-            "others have stored"
+            "--redeal (on) on several nodes needs --cache-shared or --cache off, because ranks read rows that "
+            "other ranks have stored"
         )
     if rows % facts.micro_batches == 0:
         return True
     if settings.cache == "on":
         raise UsageError(
-            f"--micro-batches ({facts.micro_batches}) must divide --batch-size ({rows}) with --cache on: rows are "
-            "computed in batches of one size"
+            f"--micro-batches ({facts.micro_batches}) must divide --batch-size ({rows}) with --cache on, because "
+            "rows are computed in batches of one size"
         )
     return False
 
 
 @dataclass
 class CachedRows:
-    """Rows of one split, `train` or `test`, for this rank's line."""
+    """The rows of one split, `train` or `test`, for this rank's pipeline."""
 
     name: str
     context: BuildContext
@@ -189,13 +189,13 @@ class CachedRows:
     stage: LocalStage
     digests: FrozenDigests
     open_remote: Callable[[int], RemotePrefix]
-    """By the reader's partition."""
+    """Remote prefixes by the reader's partition."""
     cost_inputs: Callable[[], CostInputs]
     clock: PhaseClock
     keeps: bool
-    """Whether rows may be cached; without, every batch comes in as images."""
+    """Whether rows may be cached; if not, every batch enters as images."""
     depth: int = 0
-    """Frozen blocks whose output a row is; 0 while nothing is cached."""
+    """Depth of the cached rows in frozen blocks; 0 while nothing is cached."""
     reader: int = 0
     """The partition that reads rows; 0 while nothing is cached."""
     _opened: tuple[Partitioning, int] | None = None
@@ -204,17 +204,17 @@ class CachedRows:
     _cuts: tuple[int, ...] = ()
     _cached: frozenset[bytes] = frozenset()
     _earlier: dict[str, Any] = field(default_factory=dict)
-    """The report of caches that were closed."""
+    """The report of closed caches."""
     _answers: bool = False
     """Whether this rank reports for all readers."""
     _lines: list[str] = field(default_factory=list)
-    """A reader's, for the user."""
+    """Logs a line on a reader."""
 
     def begin_epoch(self, batches: Sequence[Batch]) -> list[str]:
-        """Get ready for these batches, or micro-batches, of this rank's line; return lines for the user. Collective.
+        """Prepare for these batches or micro-batches of this rank's pipeline; return lines for the user. Collective.
 
         Raises:
-            CacheFault: something is wrong with the cache, and --cache-failure is `stop`; on all ranks.
+            CacheFault: the cache failed, and --cache-failure is `stop`; on all ranks.
         """
         self.depth, self.reader, self._cached = 0, 0, frozenset()
         mesh, partitioning, cut = self.stage.mesh, self.stage.partitioning, self.stage.freezer.cut
@@ -252,14 +252,14 @@ class CachedRows:
         return lines
 
     def cached(self, batch: Batch) -> bool:
-        """Tell whether a batch is read, so that nothing of it comes through the line. Not a collective."""
+        """Return True if a batch is cached, so that nothing is sent for it. Not a collective."""
         return bool(self._cached) and key_of(batch) in self._cached
 
     def read(self, batch: Batch, came: Tensor | None) -> Tensor:
-        """Return on the reader the features of a batch; `came` has come through the line where it is not cached.
+        """Return the features of a batch on the reader; `came` has arrived through the pipeline if it is not cached.
 
         Raises:
-            CacheFault: rows that were cached at the epoch's start are lost.
+            CacheFault: rows that were cached at the start of the epoch are lost.
         """
         assert self._features is not None and self._remote is not None
         self._remote.came = came
@@ -274,12 +274,12 @@ class CachedRows:
         return merged(self._earlier, mine) if mine is not None and self._answers else self._earlier or None
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files. Not a collective."""
+        """Publish cached rows and close all files. Not a collective."""
         if self._features is not None:
             self._features.close()
 
     def _let_go(self) -> None:
-        """Close what another rank is to open. Collective."""
+        """Close the cache, which another rank will open. Collective."""
         report = self.report()
         self._earlier = {**report, "bytes": 0} if report is not None else {}
         self._cuts = ()
@@ -288,7 +288,7 @@ class CachedRows:
         self._features = None
 
     def _follow(self, remote: RemotePrefix) -> Features:
-        """Return the features at the present cut. Collective among readers."""
+        """Return the features at the current cut. Collective among readers."""
         if self._features is None:
             self._features = self._open(remote)
         cuts = self.stage.freezer.prefix.cuts
@@ -298,7 +298,7 @@ class CachedRows:
         return self._features
 
     def _open(self, remote: RemotePrefix) -> Features:
-        """Open the cache; where lines share a replica's samples, each stores a part, and of `train` all read all."""
+        """Open the cache; if pipelines share a replica's samples, each stores a part and all read training rows."""
         config, context, stage, rows = self.config, self.context, self.stage, self.config.optimizer.batch_size
         costs, parts = self.cost_inputs(), 1
         if self.name == "train":
@@ -331,7 +331,7 @@ class CachedRows:
         return open_features(terms, source, clock=self.clock)
 
     def _found(self, batches: Sequence[Batch]) -> list[bool] | None:
-        """Return on a reader, where rows are kept, which batches are read."""
+        """Return on a reader which batches are cached."""
         if self._features is None or not self._features.keeps:
             return None
         activations = self._features.activations
@@ -339,7 +339,7 @@ class CachedRows:
 
 
 def by_part(costs: CostInputs, parts: int) -> CostInputs:
-    """Return the costs of one of equal parts of a batch, such as micro-batches, with no prefix tried yet."""
+    """Return the costs of one of several equal parts of a batch, such as micro-batches, before any trial."""
     return replace(costs, suffix_seconds=lambda: costs.suffix_seconds() / parts, _trials={})
 
 
@@ -349,7 +349,7 @@ def key_of(batch: Batch) -> bytes:
 
 
 def merged(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one entry `cache` for two caches of one run, one after the other or beside each other."""
+    """Return one entry `cache` for two caches of one run, used one after the other or at the same time."""
     if not earlier:
         return dict(later)
     summed = {key: value + later[key] for key, value in earlier.items() if key not in ("mode", "exact")}

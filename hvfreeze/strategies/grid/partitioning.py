@@ -1,4 +1,4 @@
-"""Which rank of a grid holds which blocks, and how these change hands: between epochs, and from a checkpoint."""
+"""The partitioning of a grid: which rank holds which blocks, and how it changes between epochs and from checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class GridFacts:
-    """The run as all ranks know it."""
+    """The shape of the grid, equal on all ranks."""
 
     parts: int
     replicas: int
@@ -38,21 +38,21 @@ class GridFacts:
     schedule: str
     """One of `SCHEDULES`."""
     cache: str
-    """How --cache was given."""
+    """The value of --cache."""
     repartitions: bool
-    """Whether ranks whose blocks are frozen, or cached, become further lines of the other blocks."""
+    """Whether ranks whose blocks are frozen or cached form further pipelines of the other blocks."""
 
     def shape(self) -> dict[str, Any]:
         """Return the shape at the start."""
         return {"parts": self.parts, "replicas": self.replicas, "micro_batches": self.micro_batches}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must have been made with: the cache changes how blocks change hands."""
+        """Return what a checkpoint must match; the cache is included because it changes repartitioning."""
         return {**self.shape(), "redeal": f"with --cache {self.cache}" if self.repartitions else "off"}
 
 
 FORWARD_SHARE = 1 / 3
-"""Of a block's time in a step, where a backward pass takes twice as long as a forward pass."""
+"""Share of the forward pass in a block's time, because a backward pass takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Partitioning:
 
     segments: tuple[Segment, ...]
     step: int = 0
-    """The first step with it."""
+    """The first step with this partitioning."""
     cached: bool = False
-    """Whether the frozen prefix was taken to cost nothing."""
+    """Whether the frozen prefix was assumed to cost nothing."""
 
     @property
     def parts(self) -> int:
-        """Ranks of a line."""
+        """Ranks of a pipeline."""
         return len(self.segments)
 
     @classmethod
@@ -86,23 +86,23 @@ class Partitioning:
         return f"{plural(self.parts, 'part')} (blocks {blocks})"
 
     def partition_of(self, block: int) -> int:
-        """Return which partition holds a block."""
+        """Return the partition that holds a block."""
         return next(part for part, (start, stop) in enumerate(self.segments) if start <= block < stop)
 
 
 def shorter_lines(parts: int, *, micro_batches: int) -> list[int]:
-    """Return the numbers of partitions, ascending, that may replace `parts`: lines share a batch evenly."""
+    """Return the numbers of partitions, ascending, that may replace `parts`: pipelines must share a batch evenly."""
     return [fewer for fewer in range(1, parts) if parts % fewer == 0 and micro_batches % (parts // fewer) == 0]
 
 
 def next_partitioning(
     now: Partitioning, *, cut: int, cached: bool, step: int, costs: Sequence[float], first: int, micro_batches: int
 ) -> Partitioning | None:
-    """Return the partitioning from `step` on, None where it stays; `first` is the run's first number of partitions.
+    """Return the partitioning from `step` on, None if it does not change; `first` is the initial number of partitions.
 
-    The lines' number grows by a whole factor, so that every rank goes on with its own replica's samples. While a frozen
-    prefix must be computed, partitions that train keep as many ranks as they had, or more; once it is `cached`, at most
-    as many. `costs` are those of each block's forward and backward pass.
+    The number of pipelines grows by a whole factor, so every rank keeps its replica's samples. While a frozen prefix
+    must be computed, training partitions keep at least as many ranks as they had; once it is `cached`, at most as many.
+    `costs` are those of each block's forward and backward pass.
     """
     training = sum(stop > cut for _, stop in now.segments)
     possible = shorter_lines(first, micro_batches=micro_batches)
@@ -119,14 +119,14 @@ def next_partitioning(
 
 
 def cut_again(costs: Sequence[float], *, cut: int, cached: bool, parts: int) -> tuple[Segment, ...]:
-    """Return `parts` segments of alike cost, the first of which has the frozen blocks and at least one that trains."""
+    """Return `parts` segments of similar cost; the first has the frozen blocks and at least one trained block."""
     frozen = 0.0 if cached else FORWARD_SHARE * sum(costs[:cut])
     segments = cut_evenly([frozen + costs[cut], *costs[cut + 1 :]], parts=parts)
     return tuple((start + cut if start else 0, stop + cut) for start, stop in segments)
 
 
 def transfers(before: Sequence[Segment], after: Sequence[Segment]) -> list[tuple[int, int, int]]:
-    """Return (block, from, to) for every block that a rank must be sent; segments are by rank, held and to be held."""
+    """Return (block, from, to) for every block to be sent; segments are by rank, now and after."""
     return [
         (block, next(rank for rank, (start, stop) in enumerate(before) if start <= block < stop), to)
         for to, (start, stop) in enumerate(after)
@@ -136,9 +136,9 @@ def transfers(before: Sequence[Segment], after: Sequence[Segment]) -> list[tuple
 
 
 MOVING = "blocks"
-"""The lane on which blocks change hands."""
+"""The lane on which blocks are sent."""
 BlockState = dict[str, dict[str, Any]]
-"""Of some blocks: `tensors`, `optimizer` and `exponents`, each by the names of tensors."""
+"""State of some blocks: `tensors`, `optimizer` and `exponents`, each by tensor name."""
 
 
 def move(
@@ -151,10 +151,10 @@ def move(
     before: Sequence[Segment],
     after: Sequence[Segment],
 ) -> BlockState:
-    """Return the state of the blocks that this rank is to hold, bit for bit: its own, and what others send.
+    """Return the state of this rank's next blocks, bit for bit, from its own and the received ones. Collective.
 
-    `ranks` hold the chain, once or more, and will; `place` is this rank's among them, `before` and `after` their blocks
-    by place, `mine` the state of those that this rank holds. All of `ranks` must call this. Collective.
+    All of `ranks` must call this. They hold the chain, once or more, before and after. `place` is this rank's index
+    among them, `before` and `after` their blocks by index, `mine` the state of this rank's current blocks.
     """
     blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block, source, to in transfers(before, after):
@@ -185,10 +185,10 @@ def of_blocks(state: BlockState, chain: Chain, blocks: Sequence[int]) -> BlockSt
 def repartitioned(
     owns: Iterable[Mapping[str, Any]], chain: Chain, segments: Iterable[Segment], *, restep: Callable[[int], int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield for each of `segments` the state with which a grid of another shape goes on.
+    """Yield for each of `segments` the state for a grid of another shape.
 
-    Running statistics are those of all replicas' batches together. Every rank counts the gradient bytes of the rank
-    that has exchanged most; bytes sent to neighbours are the first rank's.
+    Running statistics are pooled over all replicas. Every rank gets the gradient byte count of the rank that sent most;
+    the bytes sent to neighbours are the first rank's.
     """
     tensors: dict[str, list[Tensor]] = {}
     optimizer: dict[str, Any] = {}
@@ -225,12 +225,12 @@ def repartitioned(
 
 
 def sizes_of(rows: int, parts: int) -> Sequence[int]:
-    """Return how many of a batch's `rows` samples each of its `parts` micro-batches has: the first ones one more."""
+    """Return the number of samples in each of `parts` micro-batches of `rows` samples; the first ones have one more."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
 def micro_batches_of(batch: Batch, *, micro_batches: int, lines: int = 1, line: int = 0) -> list[Batch]:
-    """Return this line's part of a batch, which `lines` lines share, in order, as micro-batches."""
+    """Return this pipeline's part of a batch that `lines` pipelines share, in order, as micro-batches."""
     starts = [0, *accumulate(sizes_of(len(batch.ids), micro_batches))]
     count = micro_batches // lines
     found = []
@@ -241,23 +241,23 @@ def micro_batches_of(batch: Batch, *, micro_batches: int, lines: int = 1, line: 
 
 
 class Place(NamedTuple):
-    """A rank's place in lines of some length."""
+    """A rank's place in pipelines of some length."""
 
     mesh: Mesh
     line: World | None
-    """Its line, where its ranks put together what they have observed."""
+    """The world of its pipeline, if its ranks combine observations."""
 
 
 class LocalStage:
-    """The blocks that this rank holds, and what trains them; they change hands between epochs where blocks freeze.
+    """The blocks that this rank holds and trains; they change between epochs if blocks freeze.
 
     Args:
-        facts: of the run.
-        partitioning: the first.
-        places: this rank's, by the length of lines, for all lengths that there can be.
+        facts: shape of the grid.
+        partitioning: the initial one.
+        places: this rank's place for each possible length of pipelines.
         chain: the model, of which this rank drops all but its blocks.
-        wire: with the lane `MOVING`.
-        open_freezer: returns what trains the given blocks at a place, with an optimizer, a reducer and no state.
+        wire: has the lane `MOVING`.
+        open_freezer: returns what trains the given blocks at a place, with an optimizer and a reducer, without state.
         settings: how parameters are updated.
         costs: of each block, for later partitionings.
     """
@@ -278,17 +278,17 @@ class LocalStage:
         self._places, self._open_freezer, self._settings, self._costs = places, open_freezer, settings, costs
         self._trained = [parameter for _, parameter in chain.named_parameters() if parameter.requires_grad]
         self.partitionings: list[Partitioning] = []
-        """Of the run, the present one last."""
+        """The partitionings of the run, the current one last."""
         self._hold([partitioning], {})
 
     @property
     def partitioning(self) -> Partitioning:
-        """The present one."""
+        """The current partitioning."""
         return self.partitionings[-1]
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's place now."""
+        """This rank's current place."""
         return self._places[self.partitioning.parts].mesh
 
     @property
@@ -298,26 +298,26 @@ class LocalStage:
 
     @property
     def lines(self) -> int:
-        """How many lines share a replica's samples."""
+        """The number of pipelines that share a replica's samples."""
         return self.facts.parts // self.partitioning.parts
 
     @property
     def line(self) -> int:
-        """This rank's among them."""
+        """The index of this rank's pipeline among them."""
         return self.mesh.replica % self.lines
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        """Return this line's micro-batches of a batch."""
+        """Return this pipeline's micro-batches of a batch."""
         return micro_batches_of(batch, micro_batches=self.facts.micro_batches, lines=self.lines, line=self.line)
 
     @property
     def epochs_at_cut(self) -> int:
-        """Whole epochs that were trained since the cut has moved; by steps, so that no clock decides what follows."""
+        """Whole epochs trained since the last change of the cut, by steps, so that the result depends on no clock."""
         cadence, moved = self.freezer.cadence, self.freezer.cut_history[-1].step
         return cadence.epoch(self.freezer.step) - math.ceil(cadence.epochs_in(moved))
 
     def next_partitioning(self, *, cached: bool) -> Partitioning | None:
-        """Return the next one, None where it stays."""
+        """Return the next partitioning, None if it does not change."""
         found = next_partitioning(
             self.partitioning,
             cut=self.freezer.cut,
@@ -332,9 +332,9 @@ class LocalStage:
         return found if fits else None
 
     def hand_over(self, after: Partitioning) -> None:
-        """Hold the blocks of a new partitioning, bit for bit; the interval's observations are dropped. Collective.
+        """Change to a new partitioning, bit for bit; observations of the interval are dropped. Collective.
 
-        Running statistics must be settled.
+        Running statistics must have been averaged.
         """
         state, parts, rank = self.state(), self.facts.parts, self.mesh.world.rank
         first = rank - rank % parts
@@ -356,7 +356,7 @@ class LocalStage:
         self.put_back([*self.partitionings, after], {**state, **moved, "freezer": freezer, "reducer": reducer})
 
     def state(self) -> dict[str, Any]:
-        """Return the state of this rank's blocks and of their training."""
+        """Return the state of this rank's blocks and their training."""
         optimizer, reducer = self.freezer.optimizer, self.freezer.reducer
         return {
             "tensors": {name: tensor.detach() for name, tensor in tensors_of(self.chain, self.segment)},
@@ -367,7 +367,7 @@ class LocalStage:
         }
 
     def put_back(self, partitionings: list[Partitioning], state: Mapping[str, Any]) -> None:
-        """Continue from a `state` of this rank's blocks in the last of `partitionings`. Not a collective."""
+        """Load a `state` of this rank's blocks in the last of `partitionings`. Not a collective."""
         self.freezer.reducer.carry([])
         for parameter in self._trained:
             parameter.requires_grad_(True)

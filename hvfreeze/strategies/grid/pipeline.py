@@ -1,12 +1,12 @@
-"""The pipeline: one rank's part of a step, and its messages to its neighbours in the line.
+"""The pipeline: one rank's part of a step, and its messages to its neighbours.
 
     partition 0            partition 1          ...   partition P-1
     images -> blocks  ->   blocks   ->                blocks -> loss          activations, micro-batch by micro-batch
-              blocks  <-   blocks   <-                blocks <-               errors, back again
+              blocks  <-   blocks   <-                blocks <-               gradients, back again
 
-Each micro-batch is kept from its forward to its backward pass. Below the cut nothing comes back: blocks there are a
-pure function of their input. Cached outputs of theirs do not come through the line at all, see cached_rows.py.
-Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
+Each micro-batch is kept from its forward to its backward pass. Blocks below the cut have no backward pass: they are a
+pure function of their input. Their cached outputs are not sent at all, see cached_rows.py. Source: Awan et al.,
+"HyPar-Flow", ISC 2020, arXiv 1911.05146.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hvfreeze.strategies.schedules import SCHEDULES, Operation
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of batches one after the other."""
+    """Return the samples of batches, concatenated."""
     ids, views = (np.concatenate(each) for each in zip(*[(batch.ids, batch.views) for batch in batches], strict=True))
     return Batch(ids, views, torch.cat([batch.labels for batch in batches]), sum(batch.counted for batch in batches))
 
@@ -43,59 +43,59 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     siblings: Sequence[Batch]
-    """All micro-batches of its batch that go through this line."""
+    """Number of its batch's micro-batches in this pipeline."""
     place: int
-    """Its own among them."""
+    """Its index among them."""
 
 
 class ForwardPass(NamedTuple):
     """A micro-batch between its forward and its backward pass."""
 
     input: Tensor
-    """With the error in `grad` after the backward pass, where the partition before trains."""
+    """Input; has the gradient in `grad` after the backward pass if the previous partition trains."""
     output: Tensor
-    """With gradient; on the last partition the loss, weighted by its share of the step's samples."""
+    """Output with gradient; on the last partition the loss, weighted by its share of the step's samples."""
 
 
 class LineResult(NamedTuple):
     """A step's result on the last partition."""
 
     loss: float
-    """The mean over the line's samples."""
+    """Mean over the pipeline's samples."""
     share: float
-    """The loss's part in the step's, which is the mean of this over all lines."""
+    """The part of the step's loss, which is the mean of these over all pipelines."""
     answers: Answers
 
 
 LANES = ("activations", "errors")
 EVALUATION = "evaluation.activations"
-"""The lane on which evaluation batches travel."""
+"""The lane on which evaluation batches are sent."""
 
 
 @dataclass
 class Pipeline:
-    """One rank's part in its line."""
+    """One rank's part in its pipeline."""
 
     stage: LocalStage
     halves: Halves
     boundaries: Mapping[int, Sequence[TensorLayout]]
-    """By the rows of a batch or micro-batch, and then by depth."""
+    """Layouts by the rows of a batch or micro-batch, then by depth."""
     load: Callable[[Batch], Tensor]
-    """Returns the images of a batch, (B, C, H, W); asked of the first partition alone."""
+    """Returns the images of a batch, (B, C, H, W); called on the first partition only."""
     rows: CachedRows
     objective: Objective
     clock: PhaseClock
     _micro_batches: list[MicroBatch] = field(default_factory=list)
-    """Of the step under way."""
+    """Micro-batches of the current step."""
     _images: Sequence[Tensor] = ()
-    """Of the batch whose micro-batches go forward."""
+    """The batch whose micro-batches are in their forward passes."""
     _kept: dict[int, ForwardPass] = field(default_factory=dict)
     _logits: list[Tensor] = field(default_factory=list)
     _loss: float = 0.0
     _total: int = 0
-    """Samples of the step, of all lines that share its batches."""
+    """Samples of the step, over all pipelines that share its batches."""
     _sequence: int = 0
-    """Of the first micro-batch under way."""
+    """Sequence number of the first current micro-batch."""
 
     @property
     def is_last(self) -> bool:
@@ -104,13 +104,13 @@ class Pipeline:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads what is cached."""
+        """Whether this rank reads the cache."""
         return self.rows.depth > 0 and self.stage.mesh.partition == self.rows.reader
 
     def train(self, batches: Sequence[Batch], *, cut: int) -> LineResult | None:
-        """Add the gradients of a step's batches, with the first `cut` blocks frozen; the last partition has the result.
+        """Accumulate a step's gradients with the first `cut` blocks frozen; the last partition has the result.
 
-        Collective among the ranks of the line.
+        Collective among the ranks of the pipeline.
         """
         split = [self.stage.micro_batches(batch) for batch in batches]
         self._micro_batches = [MicroBatch(one, some, place) for some in split for place, one in enumerate(some)]
@@ -131,9 +131,9 @@ class Pipeline:
         return LineResult(mean, self._loss, Answers(torch.cat(self._logits), labels)) if self.is_last else None
 
     def answer(self, batch: Batch) -> Tensor | None:
-        """Return on the last partition the logits of a batch, (B, classes) float32; a rank is at most a batch ahead.
+        """Return the logits of a batch, (B, classes) float32, on the last partition; a rank is at most one batch ahead.
 
-        Collective among the ranks of the line.
+        Collective among the ranks of the pipeline.
         """
         (start, stop), count = self.stage.segment, len(batch.ids)
         cached = self.rows.cached(batch)
@@ -153,7 +153,7 @@ class Pipeline:
         return None
 
     def _operations(self, cut: int) -> list[Operation]:
-        """Return this rank's operations: frozen blocks have no backward pass, cached outputs no forward."""
+        """Return this rank's operations: frozen blocks have no backward pass, cached outputs no forward pass."""
         schedule, places = SCHEDULES[self.stage.facts.schedule], self.stage.mesh.partitions
         operations = schedule(self.stage.mesh.partition, places=places, parts=range(len(self._micro_batches)))
         if self.stage.segment[1] > cut:
@@ -163,7 +163,7 @@ class Pipeline:
         return [one for one in forwards if not (silent and self.rows.cached(self._micro_batches[one.batch].batch))]
 
     def _expect(self, operation: Operation) -> None:
-        """Let an operation's input arrive while the one before it runs."""
+        """Receive an operation's input while the previous one runs."""
         depth, lane, source = self._need(operation)
         if source is not None:
             boundary = self.boundaries[len(self._micro_batches[operation.batch].batch.labels)][depth]
@@ -192,7 +192,7 @@ class Pipeline:
             self._kept[number] = ForwardPass(x, y)
 
     def _input(self, number: int) -> tuple[Tensor, int]:
-        """Return this rank's input for a micro-batch, and how many blocks it has passed."""
+        """Return this rank's input for a micro-batch, and the number of blocks it has passed."""
         (batch, siblings, place), start = self._micro_batches[number], self.stage.segment[0]
         comes = self.stage.mesh.before is not None and not (self.reads and self.rows.cached(batch))
         came = self._get(start, len(batch.labels), "activations", self._sequence + number) if comes else None
@@ -225,21 +225,21 @@ class Pipeline:
             if kept.output.requires_grad:
                 kept.output.backward(error)
         if start > cut and self.stage.mesh.before is not None:
-            assert kept.input.grad is not None, "every block uses its input"
+            assert kept.input.grad is not None, "every block must use its input"
             self._put(start, rows, kept.input.grad, "errors", self._sequence + number)
 
     def _put(self, depth: int, rows: int, tensor: Tensor, lane: str, seq: int) -> None:
         to = self.stage.mesh.before if lane == "errors" else self.stage.mesh.after
-        assert to is not None, "only neighbours are sent to"
+        assert to is not None, "a rank sends to its neighbours only"
         self.stage.wire.put(self.boundaries[rows][depth].flat(tensor.detach()), to=to, lane=lane, seq=seq)
 
     def _get(self, depth: int, rows: int, lane: str, seq: int) -> Tensor:
         source = self.stage.mesh.after if lane == "errors" else self.stage.mesh.before
-        assert source is not None, "only neighbours send"
+        assert source is not None, "a rank receives from its neighbours only"
         with self.clock.within("allreduce"):
             return receive(self.stage.wire, self.boundaries[rows][depth], source=source, lane=lane, seq=seq)
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return `x` as it would come from the cache, which keeps dense tensors only."""
+    """Return `x` as it would come from the cache, which stores dense tensors only."""
     return x if is_dense(x.shape, x.stride()) else x.contiguous()

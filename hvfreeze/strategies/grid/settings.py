@@ -17,19 +17,19 @@ class GridConfig(CutConfig):
 
     strategy: str = "grid"
     parts: Parts | None = setting(
-        None, "P", "ranks over which the model is cut; default: all ranks, or those that --replicas leaves to each"
+        None, "P", "ranks that share one copy of the model; default: all ranks, divided by --replicas"
     )
     replicas: Parts | None = setting(None, "R", "copies of the model, each on --parts ranks; default: 1")
     micro_batches: Parts | None = setting(
-        None, "M", "parts of a batch that follow each other through the model; default: 2 a part, 1 with one part"
+        None, "M", "micro-batches that a batch is split into; default: 2 per part, 1 with one part"
     )
     pipeline: Annotated[str, choice("fill-drain", "1f1b")] = setting(
-        "1f1b", "HOW", "fill-drain (all forwards first) or 1f1b (fewest activations kept), the same bits"
+        "1f1b", "HOW", "fill-drain (all forward passes first) or 1f1b (least memory); equal results"
     )
     redeal: Annotated[str, choice("on", "off")] = setting(
         "off",
         "HOW",
-        "on (ranks whose blocks are all frozen, or cached, become further lines of the rest) or off (they wait)",
+        "on (ranks whose blocks are frozen or cached train the remaining blocks) or off (they wait)",
     )
 
     builder = "hvfreeze.strategies.grid.build:open_grid"
@@ -38,14 +38,14 @@ class GridConfig(CutConfig):
 
     @property
     def redeals(self) -> bool:
-        """Whether the ranks are dealt out anew when the front of the model freezes."""
+        """Whether ranks are repartitioned when front blocks freeze."""
         return self.redeal == "on"
 
     def ranks_per_replica(self, ranks: int) -> int:
-        """Return over how many of `ranks` ranks the model is cut.
+        """Return the number of ranks, of `ranks`, that share one copy of the model.
 
         Raises:
-            UsageError: --parts and --replicas do not make up the number of ranks.
+            UsageError: --parts times --replicas is not the number of ranks.
         """
         parts = self.parts or max(1, ranks // (self.replicas or 1))
         replicas = self.replicas or max(1, ranks // parts)
@@ -54,29 +54,29 @@ class GridConfig(CutConfig):
             "parts",
             parts,
             f"such that --parts x --replicas ({parts} x {replicas}) is the number of ranks ({ranks})",
-            f"start {plural(parts * replicas, 'rank')}, or leave one of the two out",
+            f"start {plural(parts * replicas, 'rank')}, or leave one of the two flags out",
         )
         return parts
 
     def reads_images(self, place: int) -> bool:
-        """Tell whether a rank is, or may become, the first of a line."""
+        """Return True if a rank is, or may become, the first of a pipeline."""
         return place == 0 or self.redeals
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Refuse settings that do not go with a grid."""
+        """Return the settings that do not go with a grid."""
         optimizer, weight = config.optimizer, config.freeze.vote_weight
         weight_fits = weight in VOTE_WEIGHTS or not self.redeals
         kind = optimizer.compression.partition(":")[0]
         return [
-            ("vote-weight", weight, weight_fits, "with --redeal on other ranks vote"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both images and labels of pairs"),
+            ("vote-weight", weight, weight_fits, "with --redeal on the set of voting ranks changes"),
+            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both the images and the labels of a batch"),
             ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
             ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
         ]
 
     def unread(self, leaf: str, *, ranks: int) -> str | None:
-        """Return why nothing is passed on, where the model is not cut."""
+        """Return why settings of the pipeline have no effect if the model is not cut."""
         if ranks == 1 and leaf != "micro_batches":
-            return "there is one rank"
+            return "there is only one rank"
         whole = self.ranks_per_replica(ranks) == 1
         return "--parts is 1" if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal") else None

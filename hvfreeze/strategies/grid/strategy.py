@@ -1,10 +1,11 @@
-"""One unmodified model on P x R ranks: cut into P partitions, in R replicas, with exact gradients.
+"""The grid: one model on P x R ranks, cut into P partitions in R replicas, with exact gradients.
 
-    line: micro-batches forward, errors back -> each partition's gradients averaged over its replicas -> update -> vote
+    pipeline: micro-batches forward, gradients back -> average each partition's gradients over replicas -> update ->
+        vote
 
-P = 1 is data parallelism, R = 1 model parallelism, anything else both at once. Every rank holds its own blocks alone,
-with their optimizer state; the frozen prefix may be cached, and blocks change hands between epochs.
-Source: Awan et al., "HyPar-Flow", ISC 2020, arXiv 1911.05146.
+P = 1 is data parallelism, R = 1 model parallelism, anything else both at once. Every rank holds only its own blocks and
+their optimizer state. The frozen prefix may be cached, and blocks may change ranks between epochs. Source: Awan et al.,
+"HyPar-Flow", ISC 2020, arXiv 1911.05146.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ from hvfreeze.wording import plural
 
 @dataclass(eq=False)
 class Grid:
-    """Trains this rank's blocks; see `Strategy` for what its methods promise."""
+    """Trains this rank's blocks; see `Strategy` for its methods."""
 
     models: ClassVar[Sequence[str]] = (MODEL,)
     facts: GridFacts
     stage: LocalStage
     """This rank's blocks."""
     pipelines: tuple[Pipeline, Pipeline]
-    """This rank's part in its line, in training and in evaluation."""
+    """This rank's pipelines, of training and of evaluation."""
     images: tuple[Inputs, Inputs]
-    """Of both, in this order; read where batches come into the line."""
+    """Images of both, in this order; read where batches enter the pipeline."""
     digests: FrozenDigests
     world: World
     clock: PhaseClock
-    """Where the seconds of a step go."""
+    """Seconds of a step by phase."""
     say: Callable[[str], None]
-    """Tells the user a line; does nothing but on rank 0."""
+    """Logs a line for the user; does nothing except on rank 0."""
     clip_grad: float | None
     """The largest norm of all blocks' gradients."""
     _signal_bytes: int = 0
     _others: list[Batch] = field(default_factory=list)
-    """The evaluation batches for which other lines of this replica answer."""
+    """The evaluation batches for which other pipelines of this replica answer."""
 
     def __post_init__(self) -> None:
         self.chain = self.stage.chain
@@ -72,16 +73,16 @@ class Grid:
 
     @property
     def freezer(self) -> Freezer:
-        """What trains this rank's blocks."""
+        """Freezer of this rank's blocks."""
         return self.stage.freezer
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.freezer.cut
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches; between epochs blocks may change hands. Collective."""
+        """Prepare for these batches; between epochs blocks may change ranks. Collective."""
         may_change = training and self.facts.repartitions
         may_change = may_change and self.freezer.cadence.epochs_in(self.freezer.step).is_integer()
         if may_change:
@@ -93,7 +94,7 @@ class Grid:
             self._enter(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Send batches through the line and back, average gradients over replicas, and update. Collective."""
+        """Run batches through the pipeline and back, average gradients over replicas, and update. Collective."""
         clock, reducer, pipeline = self.clock, self.freezer.reducer, self.pipelines[0]
         clock.enter("forward")
         pipeline.halves.be_in_mode(training=True)
@@ -138,7 +139,7 @@ class Grid:
         self.freezer.average_statistics()
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
-        """Return the answers on the last partition. Collective among the ranks of a line."""
+        """Return the answers on the last partition. Collective among the ranks of a pipeline."""
         if any(other is batch for other in self._others):
             return {}
         self.pipelines[0].halves.be_in_mode(training=False)
@@ -146,19 +147,19 @@ class Grid:
         return {} if logits is None else {MODEL: Answers(logits, batch.labels)}
 
     def check(self, *, step: int) -> str:
-        """Return a digest over all blocks, equal wherever they are cut; raise where replicas differ. Collective."""
+        """Return a digest over all blocks, independent of the cuts; raises if replicas differ. Collective."""
         mine = block_digests(self.chain, range(*self.stage.segment))
         found = digests_of_all(self.world, self.chain, mine, name="grid.digest", step=step)
         return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, put together on rank 0 from the ranks of its line. Collective."""
+        """Yield the model, gathered on rank 0 from its pipeline. Collective."""
         mine = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
         tensors = tensors_of(self.chain, mine)
         yield WholeModel(MODEL, gather_model(self.world, self.chain, tensors, name="grid.model"))
 
     def state_dict(self) -> State:
-        """Return this rank's blocks with their optimizer state; a checkpoint holds a copy of each replica's."""
+        """Return this rank's blocks and their optimizer state; a checkpoint contains a copy per replica."""
         own = {
             "grid": {**self.facts.identity(), "deals": [each.plain() for each in self.stage.partitionings]},
             **self.stage.state(),
@@ -168,7 +169,7 @@ class Grid:
         return State({}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank, with the blocks where they were then.
+        """Load a state of the same rank, with the blocks of that time.
 
         Raises:
             RefusedError: it is the state of another grid.
@@ -177,7 +178,10 @@ class Grid:
         theirs = dict(own["grid"])
         partitionings = [Partitioning.of(plain) for plain in theirs.pop("deals")]
         if theirs != self.facts.identity():
-            raise RefusedError(f"the checkpoint is of a grid of {theirs}, and this is one of {self.facts.identity()}")
+            raise RefusedError(
+                f"the checkpoint belongs to a grid of {theirs}, but this run has "
+                f"{self.facts.identity()}; resume with the settings of the checkpoint"
+            )
         self.stage.put_back(partitionings, own)
         self._signal_bytes = own["signals"]
         self.digests.forget()
@@ -193,7 +197,7 @@ class Grid:
             yield {"grid": {**self.facts.identity(), "deals": [now.plain()]}, **state, "signals": 0}
 
     def report(self) -> dict[str, Any]:
-        """Return the cut's history, what was exchanged, and what each rank had and did. Collective."""
+        """Return the cut's history, the exchanged bytes, and each rank's resource use. Collective."""
         freezer, facts, wire = self.freezer, self.facts, self.stage.wire
         by_rank = {
             "allreduce_bytes": freezer.reducer.payload_bytes,
@@ -231,25 +235,25 @@ class Grid:
         }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         for pipeline in self.pipelines:
             pipeline.rows.close()
 
     def _check_cut(self) -> None:
-        """Raise DivergedError on all ranks where a vote, which each partition counts, had two outcomes. Collective.
+        """Raise DivergedError on all ranks if partitions, which count votes separately, differ in the cut. Collective.
 
-        Ranks of a line that disagree would wait for errors that nobody sends.
+        Ranks of a pipeline that disagree would wait for gradients that are never sent.
         """
         cuts = self.world.allgather_object(self.cut, name="grid.cut")
         odd = next((rank for rank, theirs in enumerate(cuts) if theirs != cuts[0]), None)
         if odd is not None:
             raise DivergedError(
-                f"after the vote of step {self.freezer.step} rank {odd} has cut {cuts[odd]} and rank 0 cut {cuts[0]}; "
-                "give all ranks equal processors and versions"
+                f"after the vote of step {self.freezer.step}, rank {odd} has cut {cuts[odd]} and rank 0 has cut "
+                f"{cuts[0]}; use the same processor model and versions on all ranks"
             )
 
     def _enter(self, batches: Sequence[Batch], *, training: bool) -> None:
-        """Settle where these batches come into the line. Collective."""
+        """Determine where these batches enter the pipeline. Collective."""
         number, stage = (0 if training else 1), self.stage
         pipeline, images = self.pipelines[number], self.images[number]
         rows = pipeline.rows
@@ -267,12 +271,12 @@ class Grid:
             announce(images, [batch for batch in coming if not rows.cached(batch)])
 
     def _repartition(self, *, cached: bool) -> bool:
-        """Let blocks change hands where that is due; return whether it was. Collective."""
+        """Repartition if it is due; return whether it was. Collective."""
         after = self.stage.next_partitioning(cached=cached)
         if after is None:
             return False
         self.settle()
         self.stage.hand_over(after)
         why = f"{'cached' if cached else 'frozen'} up to cut {self.cut}"
-        self.say(f"grid: {after.describe()} in {plural(self.stage.mesh.replicas, 'line')} from here on: {why}")
+        self.say(f"grid: repartitioned to {after.describe()} in {plural(self.stage.mesh.replicas, 'line')}: {why}")
         return True

@@ -1,4 +1,4 @@
-"""Layer groups that update at once, by the loss that critics predict: a strategy, in parts.
+"""The local critics strategy: layer groups update at once with the loss that critics predict.
 
 Imports what a strategy may; nothing outside imports anything of it but what `training/stage_build.py` opens.
 """

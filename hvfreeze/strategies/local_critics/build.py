@@ -1,4 +1,4 @@
-"""From a configuration to the strategy: layer groups, their critics, and the rank of each."""
+"""Builds local critics from a configuration: layer groups, their critics, and the rank of each."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.wording import plural
 
 FORWARD_SHARE = 1 / 3
-"""Of a block's operations in a step, where a backward pass has twice those of a forward pass."""
+"""A block's work in a step relative to its forward pass: a backward pass takes twice as many operations."""
 
 
 def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
-    """Return the strategy for a run. Collective.
+    """Return the local critics strategy of a run. Collective.
 
     Raises:
         UsageError: settings do not fit each other, the model or the world; on all ranks.
@@ -100,7 +100,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
 
 
 def open_exits(context: BuildContext, config: Config, images: Tensor, operations: Sequence[int]) -> EarlyExits:
-    """Return the model's layer groups and critics, which are drawn alike on all ranks; the first has frozen blocks too.
+    """Return the model's layer groups and critics, equal on all ranks; the first group has the frozen blocks.
 
     Raises:
         UsageError: settings do not fit each other, the model or the number of ranks.
@@ -110,11 +110,11 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
     check_rows(context, start=cut, rows=rows, asked=f"--batch-size ({rows})")
     depth, parts, ranks = len(chain.blocks), LocalCriticsConfig.of(config).parts, context.world.size
     if not 0 <= cut < depth:
-        raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}: the head is never frozen")
+        raise UsageError(f"--cut ({cut}) must be in 0..{depth - 1}, because the head is never frozen")
     if parts < ranks:
         raise UsageError(
-            f"--parts ({parts}) must be at least the number of ranks ({ranks}): a rank has one layer group or "
-            f"more; raise --parts, or start at most {plural(parts, 'rank')}"
+            f"--parts ({parts}) must be at least the number of ranks ({ranks}), because each rank needs a layer "
+            f"group; raise --parts, or start at most {plural(parts, 'rank')}"
         )
     starts = [start for start, _ in trained_segments(config, chain, operations, parts=parts, first=cut)]
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +125,7 @@ def open_exits(context: BuildContext, config: Config, images: Tensor, operations
 def open_line_features(
     context: BuildContext, config: Config, halves: Halves, done: StepCount
 ) -> tuple[Features, Features]:
-    """Return on the first rank what comes into the line: images, or the frozen blocks' output, which may be cached."""
+    """Return the pipeline's input on the first rank: images, or the frozen blocks' output, which may be cached."""
     batches = context.corpus.plan.batches_per_epoch
 
     def horizon() -> Horizon:
@@ -144,7 +144,7 @@ def open_line_features(
 
 
 def drop_elsewhere(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:
-    """Let go of the groups and critics of other ranks."""
+    """Drop the groups and critics of other ranks."""
     start, stop = plan.blocks(rank)
     drop_tensors(exits.chain, 0, start)
     drop_tensors(exits.chain, stop, len(exits.chain.blocks))
@@ -155,9 +155,9 @@ def drop_elsewhere(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:
 
 
 def introduce(context: BuildContext, plan: LinePlan, sent: Mapping[str, int]) -> None:
-    """Tell the user each rank's groups, and what ranks send for a batch."""
+    """Log each rank's groups, and the bytes that ranks send per batch."""
     ranks = [", ".join(f"{start}..{stop - 1}" for start, stop in plan.groups[slice(*groups)]) for groups in plan.ranks]
     context.say(
-        f"local critics: layer groups of blocks {' | '.join(ranks)}, a critic behind each but the last; bytes a batch: "
-        f"activations {sent['activations']}, losses back {sent['losses']}"
+        f"local critics: layer groups of blocks {' | '.join(ranks)}, each followed by a critic except the last; "
+        f"bytes per batch: activations {sent['activations']}, losses {sent['losses']}"
     )

@@ -1,10 +1,10 @@
-"""One layer group and its critic: how they learn, wherever they lie.
+"""One layer group and its critic, and how they learn on any rank.
 
     input -> group -> output -> critic -> logits -> losses, (B,)     the critic's estimate of the whole model's losses
-             group <- error  <- critic <----------- mean             updates the group, at once
+             group <- gradient <- critic <--------- mean             updates the group, at once
                                 critic <- mean |losses - next|       updates the critic, once the next losses are there
 
-The next group's losses are its critic's estimates, or the true ones where it is the last. They are all that comes back.
+The next group's losses are its critic's estimates, or the true ones if it is the last. Only losses are sent back.
 Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep Neural Networks", arXiv 1805.01128.
 """
 
@@ -30,29 +30,29 @@ from hvfreeze.tasks import Task
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Where a group lies in the chain, and what draws its random numbers."""
+    """The group's blocks in the chain, and its random seed."""
 
     number: int
     blocks: Segment
-    """All of the group's."""
+    """All blocks of the group."""
     start: int
-    """The first block that is trained; those before it are frozen."""
+    """The first trained block; those before it are frozen."""
     seed: int
-    """Of dropout: each group draws from a generator of its own, so that no result depends on where groups lie."""
+    """Seed of dropout: each group has its own generator, so results do not depend on the group's rank."""
 
 
 class LayerGroup:
-    """Trains one group of blocks, and the critic behind it.
+    """Trains one group of blocks and the critic behind it.
 
-    For each batch `forward`, `estimate`, `backward` and `update`, in this order; and `learn` where the critic is to
+    Call `forward`, `estimate`, `backward` and `update` for each batch, in this order, and `learn` if the critic must
     learn from it, any time before the next batch's `estimate`.
 
     Args:
-        plan: the group's place.
+        plan: the group's blocks.
         chain: has the group's blocks.
         critic: from the group's output to logits; None for the last group, whose output is logits.
         settings: of the group's optimizer.
-        critic_lr: of Adam, by which the critic learns.
+        critic_lr: learning rate of the critic's Adam.
         task: what the exits answer.
     """
 
@@ -87,7 +87,7 @@ class LayerGroup:
         return self._output.detach()
 
     def estimate(self, labels: Tensor) -> Tensor:
-        """Return the (B,) float32 losses of the batch that went forward: estimates, of the last group the true ones."""
+        """Return the losses of the forwarded batch, (B,) float32: estimates, or the true ones in the last group."""
         if self.critic is None:
             logits = self._output.float()
             self._loss = self._objective.loss(logits, Mixture(logits, labels))
@@ -101,12 +101,12 @@ class LayerGroup:
 
     @property
     def loss(self) -> float:
-        """The mean of what `estimate` returned."""
+        """The mean of the losses that `estimate` returned."""
         return self._loss.item()
 
     @property
     def logits(self) -> Tensor:
-        """Of the last group, the (B, classes) float32 logits of the batch that went forward."""
+        """On the last group, the logits of the forwarded batch, (B, classes) float32."""
         return self._output.detach().float()
 
     def backward(self) -> None:
@@ -118,15 +118,15 @@ class LayerGroup:
             self._output.backward(self._error)
 
     def is_finite(self) -> bool:
-        """Tell whether the loss and all gradients of the group are."""
+        """Return True if the loss and all gradients of the group are finite."""
         return math.isfinite(self.loss) and self._update.gradients_are_finite()
 
     def update(self, rate: float) -> None:
-        """Update the group; `rate` is what --lr has become by --schedule."""
+        """Update the group with learning rate `rate`, as given by --lr and --schedule."""
         self._update.make(rate)
 
     def learn(self, losses: Tensor) -> None:
-        """Update the critic by the next group's (B,) losses of the same batch."""
+        """Update the critic with the next group's losses, (B,), of the same batch."""
         assert self.critic_optimizer is not None, "the last group has no critic"
         error = (self._losses - losses).abs().mean()
         for parameter, gradient in zip(self._weights, torch.autograd.grad(error, self._weights), strict=True):
@@ -134,7 +134,7 @@ class LayerGroup:
         self.critic_optimizer.step()
 
     def answer(self, output: Tensor) -> Tensor:
-        """Return the (B, classes) float32 logits of the exit behind this group, whose output is given."""
+        """Return the logits, (B, classes) float32, of the exit behind this group, given its output."""
         if self.critic is None:
             return output.float()
         with in_precision(self._halves.precision):
@@ -142,7 +142,7 @@ class LayerGroup:
         return logits.float()
 
     def named(self, critics: str) -> list[tuple[str, Tensor]]:
-        """Return parameters and buffers of the group's blocks and, as in the submodule `critics`, of its critic."""
+        """Return parameters and buffers of the group's blocks and, in the submodule `critics`, of its critic."""
         own = [] if self.critic is None else list(self.critic.named_parameters())
         return [
             *tensors_of(self._chain, self.plan.blocks),
@@ -150,7 +150,7 @@ class LayerGroup:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which the group goes on bit for bit; the critic must have learnt all it is to."""
+        """Return the state from which the group continues bit for bit; the critic's pending update must be done."""
         return {
             "tensors": {name: tensor.detach() for name, tensor in self.named("critics")},
             "optimizer": self.optimizer.state_dict(),
@@ -159,7 +159,7 @@ class LayerGroup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of the same group."""
+        """Load a state of the same group."""
         with torch.no_grad():
             for name, tensor in self.named("critics"):
                 tensor.copy_(state["tensors"][name])

@@ -1,11 +1,11 @@
-"""What crosses between ranks: outputs of groups forward, and the losses of one batch back.
+"""The messages between ranks: outputs of groups forward, and the losses of each batch back.
 
     rank 0                    rank 1                    ...   rank P-1
     images -> groups -> out   -> groups -> out          ->    groups -> losses
                      (B,) <-- losses      (B,) <-- losses
 
 No rank waits for a backward pass of another. A rank's last critic learns from the next rank's losses of a batch while
-that rank goes on with it; until it has learnt, the rank may run its groups for the next batch, and no further.
+the next rank continues with it. Until then, the rank may run its groups for the next batch, but no further.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EVALUATION = ("evaluation.activations", "evaluation.logits")
 
 
 def batches_ahead(ranks: int) -> int:
-    """Return after how many steps what ranks signalled in one is waited for: ranks in front run so far ahead at most.
+    """Return the number of steps after which a step's signals are awaited: how far front ranks may run ahead.
 
-    The first of P ranks has begun batch t when the last one has ended batch t - P; one more step covers the way of the
-    signals.
+    The first of P ranks has begun batch t when the last one has ended batch t - P; one more step covers the signals'
+    transfer.
     """
     return ranks + 1 if ranks > 1 else 0
 
 
 @dataclass(frozen=True)
 class LinePlan:
-    """Which rank has which groups; equal on all ranks."""
+    """The groups of each rank; equal on all ranks."""
 
     groups: tuple[Segment, ...]
     """Blocks of each group."""
@@ -50,7 +50,7 @@ class LinePlan:
         return self.groups[start][0], self.groups[stop - 1][1]
 
     def bytes_per_batch(self, boundaries: Sequence[TensorLayout]) -> dict[str, int]:
-        """Return what all ranks together send for a batch that critics learn from, by lane; boundaries are by depth."""
+        """Return the bytes that all ranks send per batch that critics learn from, by lane; boundaries are by depth."""
         inner = [self.blocks(rank)[0] for rank in range(1, len(self.ranks))]
         rows = boundaries[0].shape[0]
         return {
@@ -61,34 +61,34 @@ class LinePlan:
 
 @dataclass
 class Line:
-    """One rank's end: of training, or of evaluation, which sends the logits of its exits to the last rank too."""
+    """One rank's messages, of training or of evaluation, which also sends the logits of its exits to the last rank."""
 
     plan: LinePlan
     rank: int
     wire: Wire
     boundaries: Sequence[TensorLayout]
-    """By depth, of a batch."""
+    """Layouts by depth, for a batch."""
     clock: PhaseClock
     lanes: tuple[str, str] = LANES
-    """Of outputs, and of what is found of them."""
+    """Lanes of outputs and of losses or logits."""
 
     @property
     def before(self) -> int | None:
-        """The rank with the groups before this one's, None on the first."""
+        """The rank with the previous groups, None on the first."""
         return self.rank - 1 if self.rank > 0 else None
 
     @property
     def after(self) -> int | None:
-        """The rank with the groups after this one's, None on the last."""
+        """The rank with the next groups, None on the last."""
         return self.rank + 1 if self.rank + 1 < len(self.plan.ranks) else None
 
     def expect_input(self, seq: int) -> None:
-        """Let the input for batch `seq` arrive while this rank computes."""
+        """Receive the input of batch `seq` while this rank computes."""
         if self.before is not None:
             expect(self.wire, self._input, source=self.before, lane=self.lanes[0], seq=seq)
 
     def input(self, seq: int, load: Callable[[], Tensor]) -> Tensor:
-        """Return this rank's input for batch `seq`: what the rank before has sent, on the first what is loaded."""
+        """Return this rank's input for batch `seq`: from the previous rank, or loaded on the first."""
         if self.before is None:
             with self.clock.within("data"):
                 return load()
@@ -96,23 +96,23 @@ class Line:
             return receive(self.wire, self._input, source=self.before, lane=self.lanes[0], seq=seq)
 
     def pass_on(self, output: Tensor, seq: int) -> None:
-        """Send the output of this rank's groups to the next rank, where there is one."""
+        """Send the output of this rank's groups to the next rank, if there is one."""
         if self.after is not None:
             boundary = self.boundaries[self.plan.blocks(self.rank)[1]]
             self.wire.put(boundary.flat(output), to=self.after, lane=self.lanes[0], seq=seq)
 
     def hand_back(self, losses: Tensor, seq: int) -> None:
-        """Send the (B,) losses of this rank's first group to the rank before, whose critic learns from them."""
+        """Send the losses of this rank's first group, (B,), to the previous rank, whose critic learns from them."""
         if self.before is not None:
             self.wire.put(losses, to=self.before, lane=self.lanes[1], seq=seq)
 
     def losses(self, seq: int) -> Tensor:
-        """Return the (B,) losses of the group after this rank's last one."""
-        assert self.after is not None, "the last rank's groups are followed by none"
+        """Return the losses, (B,), of the group after this rank's last one."""
+        assert self.after is not None, "the groups of the last rank have no successor"
         return self._get(self.boundaries[0].shape[0], self.after, seq)
 
     def gather(self, logits: Sequence[Tensor]) -> list[Tensor]:
-        """Return on the last rank the (B, classes) logits of all exits, given each rank's own; elsewhere nothing."""
+        """Return the logits, (B, classes), of all exits on the last rank, given each rank's own; [] elsewhere."""
         last = len(self.plan.ranks) - 1
         if self.rank < last:
             for number, each in enumerate(logits, self.plan.ranks[self.rank][0]):

@@ -1,10 +1,10 @@
-"""One model whose layer groups are trained at once, each by the loss that its critic predicts, on the ranks of a line.
+"""Local critics: trains the layer groups of a model at once, each with the loss that its critic predicts.
 
     rank p, batch t:  input -> forward -> send the output on -> critic -> send its losses back -> backward -> update
 
-Nothing but losses comes back, so no group waits for a backward pass of a later one: ranks work on different batches,
-the first ones ahead. Every rank makes the same steps in the same order, so the result has the bits of one process.
-Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep Neural Networks", arXiv 1805.01128.
+Only losses are sent back, so no group waits for the backward pass of a later one: ranks work on different batches, the
+first ones ahead. Every rank makes the same steps in the same order, so the result has the bits of one process. Source:
+Lee et al., "Local Critic Training for Model-Parallel Learning of Deep Neural Networks", arXiv 1805.01128.
 """
 
 from __future__ import annotations
@@ -46,46 +46,46 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class CriticFacts:
-    """The run as all ranks know it."""
+    """Facts of the run that are equal on all ranks."""
 
     cut: int
-    """Frozen blocks; they are the first group's."""
+    """Frozen blocks; they belong to the first group."""
     critic_every: int
-    """Critics learn from every so many batches, the first one of them included."""
+    """Critics learn from every K-th batch, beginning with the first."""
     placed: Callable[[int], Sequence[tuple[int, int]]]
-    """Number of ranks -> groups lo..hi-1 of each."""
+    """Groups lo..hi-1 of each rank, by number of ranks."""
 
 
 @dataclass
 class StepCount:
-    """How many steps were made."""
+    """Number of steps made."""
 
     steps: int = 0
 
 
 class Signal(NamedTuple):
-    """What ranks tell each other of a step, on its way."""
+    """A pending exchange of a step's signals."""
 
     step: int
     numbers: Tensor
-    """How many losses are not finite, and how many ranks were asked to leave."""
+    """Number of losses with NaN or Inf, and number of ranks asked to leave."""
     handle: Any
 
 
 @dataclass(eq=False)
 class LocalCritics:
-    """Trains this rank's groups; see `Strategy` for what its methods promise."""
+    """Trains this rank's groups; see `Strategy` for its methods."""
 
     models: ClassVar[Sequence[str]] = (MODEL,)
     facts: CriticFacts
     exits: EarlyExits
-    """Of the whole model; this rank has only its own groups' tensors."""
+    """The whole model; this rank has only the tensors of its own groups."""
     groups: Sequence[LayerGroup]
-    """This rank's."""
+    """This rank's groups."""
     training: Line
     evaluation: Line
     features: tuple[Features, Features] | None
-    """On the first rank: what comes into the line, in training and in evaluation."""
+    """On the first rank: the pipeline's input, in training and in evaluation."""
     counts: ExitCounts
     halves: Halves
     world: World
@@ -96,11 +96,11 @@ class LocalCritics:
     _signal_bytes: int = 0
     _leaving: bool = False
     _broken: bool = False
-    """A loss or gradient of this rank was not finite: it makes no update any more."""
+    """True after NaN or Inf in a loss or gradient of this rank: it makes no more updates."""
     _unlearnt: int | None = None
-    """The batch from whose next losses this rank's last critic is still to learn."""
+    """The batch whose next losses this rank's last critic has not learned from yet."""
     _coming: int = 0
-    """Batches of the epoch that have not come in."""
+    """Batches of the epoch that have not entered the pipeline."""
 
     def __post_init__(self) -> None:
         self.chain = self.exits.chain
@@ -109,11 +109,11 @@ class LocalCritics:
 
     @property
     def cut(self) -> int:
-        """Number of frozen blocks."""
+        """The number of frozen blocks."""
         return self.facts.cut
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
+        """Prepare for these batches. Collective."""
         self._finish_learning()
         if training:
             self._coming = len(batches)
@@ -133,7 +133,7 @@ class LocalCritics:
         self._began = True
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Train this rank's groups on the one batch. Ranks in front are some steps ahead. Collective."""
+        """Train this rank's groups on one batch. Front ranks are some steps ahead. Collective."""
         (batch,), clock, line, number = batches, self.clock, self.training, self.done.steps
         self._hear(ahead=batches_ahead(self.world.size) - 1)
         learns = number % self.facts.critic_every == 0
@@ -177,16 +177,16 @@ class LocalCritics:
         return StepResult(losses={MODEL: last.loss}, answers=answers, leave=self._leaving)
 
     def settle(self) -> None:
-        """Let every critic learn all that it is to learn, and hear what ranks have signalled. Collective.
+        """Complete the critics' pending updates, and receive all signals. Collective.
 
         Raises:
-            NumericsError: a loss or a gradient was not finite in a step before; on all ranks.
+            NumericsError: NaN or Inf in a loss or gradient of an earlier step; on all ranks.
         """
         self._finish_learning()
         self._hear(ahead=0)
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
-        """Return the answers on the last rank, and count all exits' there. Collective."""
+        """Return the answers on the last rank, and count those of all exits there. Collective."""
         line = self.evaluation
         self.halves.be_in_mode(training=False)
         x = line.input(0, lambda: self._load(batch, training=False))
@@ -205,7 +205,7 @@ class LocalCritics:
         return {MODEL: Answers(found[-1], batch.labels)}
 
     def check(self, *, step: int) -> str:
-        """Return a digest over all blocks and critics, equal for any number of ranks. Collective."""
+        """Return a digest over all blocks and critics, independent of the number of ranks. Collective."""
         mine: dict[tuple[str, int], str] = {}
         for group in self.groups:
             digests = block_digests(self.chain, range(*group.plan.blocks))
@@ -217,13 +217,13 @@ class LocalCritics:
         return digest_of(found[key] for key in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model with its critics, put together on rank 0. Collective."""
+        """Yield the model with its critics, gathered on rank 0. Collective."""
         mine = [pair for group in self.groups for pair in group.named(CRITICS)]
         starts = tuple(start for start, _ in self.exits.groups[1:])
         yield WholeModel(MODEL, gather_model(self.world, self.chain, mine, name="critics.model"), exits=starts)
 
     def state_dict(self) -> State:
-        """Return this rank's groups, which have learnt all that they are to."""
+        """Return this rank's groups, whose pending updates must be complete."""
         self._finish_learning()
         own = {
             "groups": {group.plan.number: group.state_dict() for group in self.groups},
@@ -232,14 +232,17 @@ class LocalCritics:
         return State({"local_critics": self._identity(), "steps": self.done.steps}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same groups.
+        """Load a state of the same groups.
 
         Raises:
             RefusedError: it is of other groups.
         """
         theirs = state.shared["local_critics"]
         if theirs != self._identity():
-            raise RefusedError(f"the checkpoint is of layer groups {theirs}, and this run's are {self._identity()}")
+            raise RefusedError(
+                f"the checkpoint has layer groups {theirs}, but this run has {self._identity()}; "
+                "resume with the settings of the checkpoint"
+            )
         for group in self.groups:
             group.load_state_dict(state.own["groups"][group.plan.number])
         self.done.steps = state.shared["steps"]
@@ -251,7 +254,7 @@ class LocalCritics:
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield for each rank the groups that it has; counts go on with rank 0. Not a collective."""
+        """Yield for each rank its groups; counts continue on rank 0. Not a collective."""
         groups: dict[int, Any] = {}
         counts: Counter[str] = Counter()
         for own in owns:
@@ -262,7 +265,7 @@ class LocalCritics:
             yield {"groups": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
-        """Return what was exchanged, what each rank had and did, and how right exits were. Collective."""
+        """Return the exchanged bytes, each rank's resource use, and the accuracy of exits. Collective."""
         wire = self.training.wire
         by_rank = {
             "parameter_bytes": sum(tensor.nbytes for group in self.groups for _, tensor in group.named(CRITICS)),
@@ -291,22 +294,22 @@ class LocalCritics:
         }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         for features in self.features or ():
             features.close()
 
     def _load(self, batch: Batch, *, training: bool) -> Tensor:
-        assert self.features is not None, "batches come in on the first rank"
+        assert self.features is not None, "batches enter the pipeline on the first rank"
         return self.features[0 if training else 1].of(batch)
 
     def _finish_learning(self) -> None:
-        """Let this rank's last critic learn from the last batch, when the next rank has its losses."""
+        """Train this rank's last critic on the last batch, when the next rank has its losses."""
         if self._unlearnt is not None:
             self.groups[-1].learn(self.training.losses(self._unlearnt))
             self._unlearnt = None
 
     def _tell(self, step: int, *, leave: bool) -> None:
-        """Start to tell all ranks of this step."""
+        """Start to send the signals of this step to all ranks."""
         numbers = torch.tensor([int(self._broken), int(leave)], dtype=torch.int32)
         # As many names as there are signals under way at most.
         name = f"critics.signals.{step % (batches_ahead(self.world.size) + 1)}"
@@ -314,7 +317,7 @@ class LocalCritics:
         self._signal_bytes += numbers.nbytes if self.world.size > 1 else 0
 
     def _hear(self, *, ahead: int) -> None:
-        """Take in what ranks have signalled, but for the last `ahead` steps; stop on all ranks where one must."""
+        """Receive signals except those of the last `ahead` steps; stop on all ranks if one must."""
         while len(self._signals) > max(0, ahead):
             step, numbers, handle = self._signals.popleft()
             with self.clock.within("allreduce"):
@@ -325,14 +328,14 @@ class LocalCritics:
                 self._stop(step, broken)
 
     def _stop(self, step: int, broken: int) -> None:
-        """Raise NumericsError on all ranks, with no message left under way."""
+        """Raise NumericsError on all ranks, after completing all messages."""
         self._finish_learning()
         for signal in self._signals:
             self.world.wait(signal.handle)
         self._signals.clear()
         raise NumericsError(
-            f"step {step}: a loss or gradient is not finite on {broken} of {plural(self.world.size, 'rank')}; "
-            "updates made since are of no use; lower --lr, or add --lr-warmup or --clip-grad, and go on from the last "
+            f"step {step}: NaN or Inf in a loss or gradient on {broken} of {plural(self.world.size, 'rank')}; later "
+            "updates are invalid; lower --lr, or add --lr-warmup or --clip-grad, and resume from the last "
             "checkpoint"
         )
 
@@ -341,40 +344,40 @@ class LocalCritics:
 
 
 CONFIDENCE = 0.9
-"""Probability at which a sample leaves, for what a run reports."""
+"""Confidence at which a sample takes an early exit, for a run's report."""
 
 
 @dataclass
 class ExitCounts:
-    """Sums over samples, on the rank that has the logits of all exits.
+    """Sums over samples, on the rank with the logits of all exits.
 
     Args:
         work: floating-point operations of every exit, see `work_until`.
-        whole: those of the model without critics.
+        whole: operations of the model without critics.
     """
 
     work: Sequence[int]
     whole: int
     samples: int = 0
     correct: list[int] = field(default_factory=list)
-    """By exit."""
+    """Correct samples by exit."""
     ensemble: int = 0
-    """Samples that the mean of all exits' probabilities gets right."""
+    """Samples that the mean of all exits' probabilities classifies correctly."""
     left: list[int] = field(default_factory=list)
-    """By exit, how many samples leave there."""
+    """Samples that leave at each exit."""
     early: int = 0
-    """Samples that are right where they leave."""
+    """Samples that are correct at the exit where they leave."""
 
     def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self.samples = self.ensemble = self.early = 0
         self.correct, self.left = [0] * len(self.work), [0] * len(self.work)
 
     def add(self, logits: Sequence[Tensor], labels: Tensor) -> None:
-        """Add the (B, classes) logits of every exit for samples of (B,) labels."""
+        """Count the logits, (B, classes), of every exit for samples with labels (B,)."""
         probabilities = torch.stack(list(logits)).softmax(2)
         leaves = first_sure(probabilities, CONFIDENCE)
         answers = torch.stack([classes_of(each) for each in probabilities])
@@ -386,7 +389,7 @@ class ExitCounts:
         self.samples += len(labels)
 
     def summary(self) -> dict[str, Any]:
-        """Return accuracies and shares, 0-1; nothing where nothing was evaluated."""
+        """Return accuracies and shares, 0-1; empty without evaluations."""
         if not self.samples:
             return {}
         parts = [count / self.samples for count in self.left]

@@ -1,1 +1,1 @@
-"""Replicas that train alone for some steps, then take their mean: a strategy, in parts."""
+"""The local SGD strategy: replicas train alone for some steps, then average."""

@@ -13,10 +13,10 @@ Round = Annotated[int, between(1, 2**31 - 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig(StrategyConfig):
-    """Replicas train alone for some steps, then take their mean."""
+    """Replicas train alone for some steps, then average."""
 
     strategy: str = "local-sgd"
-    local_steps: Round = setting(10, "J", "optimizer steps that a rank makes alone in a round")
+    local_steps: Round = setting(10, "J", "optimizer steps between two averages of the models")
 
     builder = "hvfreeze.strategies.local_sgd.strategy:open_local_sgd"
     page = "local-sgd"
@@ -27,10 +27,15 @@ class LocalSgdConfig(StrategyConfig):
         return False
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Refuse settings that need ranks to meet in every step."""
+        """Return the settings that need an exchange in every step."""
         freeze, compression = config.freeze, config.optimizer.compression
         return [
-            ("freeze", freeze.freeze, not freeze.votes, "votes need equal models; choose none or static"),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "votes need equal models"),
-            ("compression", compression, compression == "none", "no gradient travels"),
+            (
+                "freeze",
+                freeze.freeze,
+                not freeze.votes,
+                "replicas differ between averages, so they cannot vote; choose none or static",
+            ),
+            ("shadow", freeze.shadow, freeze.shadow == "none", "replicas differ between averages, so they cannot vote"),
+            ("compression", compression, compression == "none", "gradients are not exchanged"),
         ]

@@ -1,10 +1,10 @@
-"""Local SGD: every rank trains its own copy of the model alone for some steps, then all take the mean of their copies.
+"""Local SGD: every rank trains its own copy of the model for some steps, then all ranks average their copies.
 
-    round:  step -> step -> ... -> step (nothing travels) -> mean of parameters over ranks, and the next round begins
+    round:  step -> step -> ... -> step (no messages) -> average parameters over ranks, and start the next round
 
-A round may last over the end of an epoch. Where the model is looked at in the middle of one, ranks take the mean for
-that and then go on from their own copies, so that looking changes nothing. Source: Stich 2019, "Local SGD Converges
-Fast and Communicates Little" (arXiv 1805.09767).
+A round may extend over the end of an epoch. If the model is needed inside a round, ranks average temporarily and then
+continue from their own copies, so that evaluation changes nothing. Source: Stich 2019, "Local SGD Converges Fast and
+Communicates Little" (arXiv 1805.09767).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from hvfreeze.wording import plural
 
 LANES = ("parts", "means")
 LOOKING = "evaluation."
-"""Put before the names of the lanes on which a mean travels that is only looked at."""
+"""Prefix of the lanes for temporary averages."""
 
 
 def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
-    """Return the strategy for a run. Collective.
+    """Return the local SGD strategy of a run. Collective.
 
     Raises:
         UsageError: settings do not go with local SGD, the model or the world; on all ranks.
@@ -49,7 +49,7 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
     world = context.world
     replica = open_replicas(context, config, exchanging=LoneRank(world))
     steps = LocalSgdConfig.of(config).local_steps
-    context.say(f"local SGD: ranks train alone for {plural(steps, 'step')}, then take the mean of their models")
+    context.say(f"local SGD: ranks train alone for {plural(steps, 'step')}, then average their models")
     wire = open_wire(world, [prefix + lane for prefix in ("", LOOKING) for lane in LANES])
     return LocalSgd(replica, world, wire, Rounds(world, steps))
 
@@ -59,16 +59,15 @@ class LocalSgd(RoundStrategy):
     """Trains a replica on each rank, and averages them at the end of every round; see `Strategy`."""
 
     _payload_bytes: int = 0
-    """Of parameters that this rank handed over at the ends of rounds."""
+    """Bytes of parameters that this rank sent at the ends of rounds."""
     _statistics_bytes: int = 0
     _kept: list[Tensor] = field(default_factory=list)
-    """While the mean is looked at, what this rank goes on from, in the order of `_moving`."""
+    """During a temporary average, the values from which this rank continues, in the order of `_moving`."""
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make a step of this rank alone; at the end of a round all ranks meet.
+        """Make a step of this rank alone; at the end of a round all ranks synchronize.
 
-        Collective at the end of a round, where it is known too that a rank was asked to leave, or met numbers that are
-        not finite.
+        Collective at the end of a round, when it also becomes known that a rank was asked to leave or met NaN or Inf.
         """
         self._go_on()
         result = self.rounds.step_alone(lambda: self.replica.step(batches, rate=rate, leave=False))
@@ -85,7 +84,7 @@ class LocalSgd(RoundStrategy):
         return self.replica.predict(batch)
 
     def state_dict(self) -> State:
-        """Return this rank's model and optimizer, and the place in the round; also while the mean is looked at."""
+        """Return this rank's model and optimizer, and the position in the round; also during a temporary average."""
         state = self.replica.state_dict()
         moving = [tensor.detach().clone() for tensor in self._kept or self._moving()]
         parameters, buffers = len(self._parameters()), len(moving) - len(self._buffers())
@@ -102,7 +101,7 @@ class LocalSgd(RoundStrategy):
         return State({**shared, "exchanged": [self._payload_bytes, self._statistics_bytes]}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank."""
+        """Load a state of the same rank."""
         shared, own = state
         # Those of frozen blocks are in the model.
         frozen = [tensor for pair in running_statistics(self.replica.chain.modules(0, self.cut)) for tensor in pair]
@@ -122,7 +121,7 @@ class LocalSgd(RoundStrategy):
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield for each rank the mean of models and optimizers, with which a round begins. Not a collective."""
+        """Yield for each rank the average of models and optimizers, which starts a round. Not a collective."""
         totals: list[Any] = []
         counts: Counter[str] = Counter()
         number = 0
@@ -144,7 +143,7 @@ class LocalSgd(RoundStrategy):
         yield from repeat({**state, "counts": {}}, size - 1)
 
     def report(self) -> dict[str, Any]:
-        """Return what the replica reports, and how often and by how many bytes ranks met. Collective."""
+        """Return the replica's report, and the number and bytes of synchronizations. Collective."""
         sent = self._sent_by_all()
         return {
             **self.replica.report(),
@@ -162,18 +161,18 @@ class LocalSgd(RoundStrategy):
         return [parameter for _, parameter in self.replica.reducer.carried]
 
     def _moving(self) -> list[Tensor]:
-        """Return what differs between ranks in a round: parameters, running statistics and other buffers that train."""
+        """Return the tensors that differ between ranks in a round: parameters, running statistics, other buffers."""
         pairs = running_statistics(self.replica.chain.modules(self.cut))
         buffers = [buffer for _, buffer in self._buffers()]
         return [*self._parameters(), *(tensor for pair in pairs for tensor in pair), *buffers]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers behind the cut that are no running statistics, such as a spectral norm's vectors."""
+        """Return the buffers behind the cut that are not running statistics, such as a spectral norm's vectors."""
         chain = self.replica.chain
         return other_buffers(chain.named_buffers(self.cut), chain.modules(self.cut))
 
     def _look(self) -> None:
-        """Show the mean of all ranks' models and statistics, and rank 0's other buffers, until the next step.
+        """Show the average of all ranks' models and statistics, and rank 0's other buffers, until the next step.
 
         Collective.
         """
@@ -194,14 +193,14 @@ class LocalSgd(RoundStrategy):
 
     @torch.no_grad()
     def _go_on(self) -> None:
-        """Take this rank's own model up again where the mean was looked at."""
+        """Restore this rank's own model after a temporary average."""
         for tensor, kept in zip(self._moving(), self._kept):
             tensor.copy_(kept)
         self._kept = []
 
     @torch.no_grad()
     def _average(self, lanes: tuple[str, str]) -> int:
-        """Make the parameters the mean over ranks; return their bytes, 0 for a rank alone. Collective."""
+        """Average the parameters over ranks; return their bytes, 0 for a single rank. Collective."""
         parameters = self._parameters()
         for dtype in (torch.float32, torch.float64):
             tensors = [tensor for tensor in parameters if tensor.dtype == dtype]
@@ -215,27 +214,27 @@ class LocalSgd(RoundStrategy):
 
 
 def added(one: Any, other: Any) -> Any:
-    """Return two optimizers' states, or other trees of one shape, as one: tensors summed, all else as in the first."""
+    """Return the sum of two optimizer states, or other trees of one structure; non-tensors are taken from the first."""
     return tree_map(lambda a, b: a + b if isinstance(a, Tensor) and a.is_floating_point() else a, one, other)
 
 
 def divided(total: Any, number: int) -> Any:
-    """Return what `added` has made of `number` trees as their mean."""
+    """Return the mean from the sum `added` of `number` trees."""
     return tree_map(lambda a: a / number if isinstance(a, Tensor) and a.is_floating_point() else a, total)
 
 
 def average_(flat: Tensor, wire: Wire, *, rank: int, size: int, lanes: tuple[str, str]) -> None:
-    """Make `flat` the mean over all ranks' vectors: ((v_0 + v_1) + ...) / n. Collective.
+    """Average `flat` over all ranks: ((v_0 + v_1) + ...) / n. Collective.
 
-    The sum is taken in the order of ranks: the same bits everywhere, as in one process. What MPI adds in which order
-    would depend on its version, the size and the network. Each rank is given one part of everybody's vector, adds the
-    parts up, and hands the mean back: the bytes of a ring allreduce.
+    The sum is taken in rank order, with the same bits on every rank, as in one process. The order of MPI's sums depends
+    on its version, the size and the network. Each rank receives one part of every vector, adds the parts up, and
+    returns the mean: the bytes of a ring allreduce.
 
     Args:
         flat: (N,) floats, of one length and type on all ranks.
-        wire: between the ranks.
-        rank: this one.
-        size: how many there are.
+        wire: lanes between the ranks.
+        rank: this rank.
+        size: number of ranks.
         lanes: one for the parts of vectors, one for their means.
     """
     gathering, returning = lanes

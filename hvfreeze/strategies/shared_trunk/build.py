@@ -1,4 +1,4 @@
-"""From a configuration to the strategy: which ranks get which part of the trunk, and which heads."""
+"""Builds a shared trunk from a configuration: each rank's segment of the trunk, and its heads."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from hvfreeze.strategies.shared_trunk.tasks import (
 from hvfreeze.wording import plural
 
 EVALUATION = "evaluation."
-"""Put before the names of the lanes on which evaluation batches travel."""
+"""Prefix of the lanes for evaluation batches."""
 
 
 def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
-    """Return the strategy for a run. Collective.
+    """Return the shared trunk strategy of a run. Collective.
 
     Raises:
         UsageError: settings do not fit each other, the model or the world; on all ranks.
@@ -87,10 +87,10 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     training, evaluation = open_both_features(context, halves, facts, plan, boundaries, labels)
     introduce(context.say, plan, boundaries, facts)
     if config.model.weights == "none":
-        context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
+        context.say("note: the trunk is randomly initialised; use --weights for a pretrained trunk")
 
     def settle_in() -> None:
-        """Open what is stored, then let go of all blocks but this rank's segment. Collective."""
+        """Open the stored features, then drop all blocks except this rank's segment. Collective."""
         budget = open_budget(config.cache, context.cache_directory(config.cache), size=world.size)
         for features in (training, evaluation):
             if cached:
@@ -131,7 +131,7 @@ def open_tasks(
 def open_plan(
     context: BuildContext, settings: SharedTrunkConfig, tasks: list[Task], run: RunBlocks, images: Tensor, *, depth: int
 ) -> LinePlan:
-    """Return who computes what; with whole trunks each rank is a line of its own, with one place. Collective."""
+    """Return the plan of the pipeline; with whole trunks each rank is a pipeline with one place. Collective."""
     world, blocks = context.world, len(context.chain.blocks)
     shares = [range(rank, len(tasks), world.size) for rank in range(world.size)]
     depths = tuple(tuple(sorted({blocks - tasks[i].blocks for i in share})) for share in shares)
@@ -144,7 +144,7 @@ def open_plan(
 
 
 def is_exact(halves: Halves, context: BuildContext, depth: int) -> bool:
-    """Tell whether a row's bits do not depend on its place in a batch, tried with one batch."""
+    """Return True if a row's bits do not depend on its place in a batch, tested with one batch."""
     images = context.feed.images
     ids = np.resize(context.corpus.plan.shards[context.replica], context.corpus.plan.batch_size)
     batch = images.load(ids, np.zeros_like(ids))
@@ -188,7 +188,7 @@ def open_both_features(
 
 
 def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[TensorLayout], facts: TrunkFacts) -> None:
-    """Tell the user each rank's part."""
+    """Log each rank's part."""
     names = ", ".join(facts.names)
     if facts.whole:
         say(f"shared trunk: every rank runs the whole trunk; {plural(len(facts.names), 'model')}: {names}")
@@ -196,7 +196,7 @@ def introduce(say: Callable[[str], None], plan: LinePlan, boundaries: list[Tenso
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in plan.segments)
     sent = plan.bytes_per_batch(boundaries, rows=boundaries[0].shape[0])
     say(
-        f"shared trunk: segments {cuts}; labels {plan.labels}; bytes a batch that the line runs for: "
-        f"{', '.join(f'{lane} {number}' for lane, number in sent.items())}; {plural(len(facts.names), 'model')}: "
+        f"shared trunk: segments {cuts}; labels {plan.labels}; bytes per computed batch: "
+        f"{', '.join((f'{lane} {number}' for lane, number in sent.items()))}; {plural(len(facts.names), 'model')}: "
         f"{names}"
     )

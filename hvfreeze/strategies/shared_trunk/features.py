@@ -1,7 +1,7 @@
-"""The trunk's output for the batches of one split: stored where it was met before, else from the line.
+"""The trunk's output for the batches of one split: from the cache if stored, else from the pipeline.
 
-The cache knows nothing of ranks: what it would compute, it is given. So all ranks must agree which batches the line
-runs for; rows that every rank has stored, no rank asks for, and a line that is not asked is silent.
+The cache does not know about ranks: it is given what it would compute. So all ranks must agree on the batches that the
+pipeline runs for. If every rank has stored a batch's rows, the pipeline does not run for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Keys = npt.NDArray[np.int64]
 
 @dataclass
 class FeatureSource:
-    """Computes the cache's rows: with the whole trunk while this rank has it, then from what the line has served."""
+    """Computes the cache's rows: with the whole trunk while this rank has it, then from the pipeline's output."""
 
     split: Split
     halves: Halves
@@ -44,44 +44,44 @@ class FeatureSource:
     served: dict[int, Tensor] = field(default_factory=dict)
 
     def load(self, ids: Ids, views: Ids) -> Tensor:
-        """Return images, (B, C, H, W); none once the line serves."""
+        """Return images, (B, C, H, W); empty once the pipeline serves."""
         return self.split.images.load(ids, views) if self.whole else torch.empty(0)
 
     def compute(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Return the features behind the first `stop` blocks.
 
         Raises:
-            CacheFault: they were stored, no rank has asked the line for them, and they are stored no more.
+            CacheFault: they were stored, so the pipeline did not run for them, but they are lost.
         """
         if self.whole:
             return self.halves.prefix(x, start, stop)
         if stop not in self.served:
             raise CacheFault(
-                "stored features are lost in the middle of an epoch; go on from the last checkpoint (--resume)"
+                "stored features were lost in the middle of an epoch; resume from the last checkpoint (--resume)"
             )
         return self.served[stop]
 
 
 @dataclass
 class TrunkFeatures:
-    """The input of this rank's heads in training, or in evaluation."""
+    """The input of this rank's heads, in training or in evaluation."""
 
     line: Line
     source: FeatureSource
     world: World
     reads_images: bool
     stores: dict[int, PrefixActivations] | None = None
-    """By depth of this rank's heads; None without a cache, the same on all ranks. Opened before the first epoch."""
+    """Caches by depth of this rank's heads; None without a cache, equal on all ranks. Opened before the first epoch."""
     batches_served: int = 0
     serve_seconds: float = 0.0
     batches_silent: int = 0
     _stored: set[int] = field(default_factory=set)
-    """Announced batches, by identity, that the line does not run for."""
+    """Announced batches, by identity, for which the pipeline does not run."""
     _announced: list[Batch] = field(default_factory=list)
-    """Kept, so that no other batch gets an identity in `_stored`."""
+    """References that prevent another batch from getting an identity in `_stored`."""
 
     def begin_epoch(self, batches: Sequence[Batch]) -> None:
-        """Agree for which of these batches the line runs, and begin. Collective."""
+        """Agree on the batches for which the pipeline runs, and start. Collective."""
         self._announced, self._stored = list(batches), set()
         due = list(batches)
         if self.stores is not None:
@@ -92,7 +92,7 @@ class TrunkFeatures:
         self._begin(due)
 
     def of(self, batch: Batch) -> Served:
-        """Return the features of a batch; all ranks must ask for the same batches in the same order. Collective."""
+        """Return the features of a batch; all ranks must request the same batches in the same order. Collective."""
         if self.line.next is not batch and id(batch) not in self._stored:
             self.begin_epoch([batch])
         if self.line.next is batch:
@@ -103,7 +103,7 @@ class TrunkFeatures:
     def open_stores(
         self, context: BuildContext, settings: CacheConfig, recipe: Recipe, *, budget: Budget, exact: bool
     ) -> None:
-        """Open where the features of this rank's heads are stored, while the whole trunk is here. Collective."""
+        """Open the cache of this rank's heads, while the whole trunk is present. Collective."""
         world, split = self.world, self.source.split
 
         def opened(depth: int) -> PrefixActivations:
@@ -129,7 +129,7 @@ class TrunkFeatures:
         )
 
     def close(self) -> None:
-        """Keep what is stored and let go of all files."""
+        """Publish cached rows and close all files."""
         for store in (self.stores or {}).values():
             store.close()
 
@@ -151,7 +151,7 @@ class TrunkFeatures:
         return Served(features, served.labels)
 
     def _read(self, batch: Batch) -> dict[int, Tensor]:
-        """Return stored features; missing ones are taken from what the line has served, and stored."""
+        """Return cached features; missing ones are taken from the pipeline's output and stored."""
         assert self.stores is not None
         return {d: store.get(batch.ids, batch.views, counted=batch.counted) for d, store in self.stores.items()}
 
@@ -164,7 +164,7 @@ class TrunkFeatures:
         return [batch for batch, count in zip(batches, anywhere.tolist(), strict=True) if count]
 
     def _fill(self, due: list[Batch], stores: dict[int, PrefixActivations]) -> list[Batch]:
-        """Let the line run for rows that are missing, where rank 0 finds that worth it; return what stays due."""
+        """Run the pipeline for missing rows if rank 0 finds that worthwhile; return the batches that remain."""
         if not due:
             return due
         split = self.source.split
@@ -193,10 +193,10 @@ class TrunkFeatures:
 
 
 def worth_filling(missing: Keys, due: Sequence[Batch]) -> Keys | None:
-    """Return which rows to fill in before the batches `due` are asked for, None where there are none.
+    """Return the rows to compute before the batches `due` are requested, None if there are none.
 
-    The missing rows that `due` asks for, if they fit into fewer batches; and all other missing rows, where these are
-    the fewer: the samples that an epoch leaves out, so that the next one asks for nothing.
+    These are the missing rows of `due`, if they fit into fewer batches. All other missing rows are added if they are
+    the fewer ones: the samples that an epoch leaves out, so that the next epoch needs nothing.
     """
     size = len(due[0].ids)
     wanted = np.concatenate([pack_keys(batch.ids, batch.views) for batch in due])

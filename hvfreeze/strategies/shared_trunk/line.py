@@ -1,9 +1,9 @@
-"""The line: ranks that compute the frozen trunk's output together, segment by segment, and send it to the heads.
+"""The pipeline: ranks compute the frozen trunk's output together, segment by segment, and send it to the heads.
 
     place 0                 place 1                ...   place P-1
     images -> segment 0  -> segment 1  ->                segment P-1 -> features -> every rank with a head there
 
-Features are taken where a head begins, so models whose heads differ in depth share one trunk. No gradient comes back.
+Features are taken where a head begins, so models whose heads differ in depth share one trunk. No gradient is sent.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ LANES = ("activations", "features", "labels")
 
 @dataclass(frozen=True)
 class LinePlan:
-    """Which rank computes which blocks, and which ranks need their output; the same on all ranks."""
+    """The blocks of each rank, and the ranks that need their output; equal on all ranks."""
 
     segments: tuple[Segment, ...]
-    """By place; the rank at place p is rank p."""
+    """Segments by place; the rank at place p is rank p."""
     depths: tuple[tuple[int, ...], ...]
-    """By rank: how many blocks lie before each of its heads, ascending, each once."""
+    """Depths of each rank's heads, in blocks, ascending and unique."""
     rows: tuple[tuple[int, ...], ...]
-    """By rank: the rows of the table of labels that its heads train on."""
+    """Rows of the label table that each rank's heads train on."""
     labels: str = "replay"
     """How labels reach a rank: `ride`, `direct` or `replay`."""
 
     @property
     def places(self) -> int:
-        """Segments, and ranks that have one."""
+        """Number of segments, and of ranks with one."""
         return len(self.segments)
 
     def place_of(self, rank: int) -> int | None:
-        """Return the place of a rank, None where it has no segment, or nobody has a head."""
+        """Return the place of a rank, None if it has no segment or there are no heads."""
         return rank if rank < self.places and any(self.depths) else None
 
     def source_of(self, depth: int) -> int:
@@ -57,7 +57,7 @@ class LinePlan:
         return [rank for rank, depths in enumerate(self.depths) if depth in depths]
 
     def bytes_per_batch(self, boundaries: Sequence[TensorLayout], *, rows: int) -> dict[str, int]:
-        """Return what all ranks together send for a batch, by lane; `rows` are the batch's samples."""
+        """Return the bytes that all ranks send per batch, by lane; `rows` are the batch's samples."""
         inner = [stop for _, stop in self.segments[:-1]]
         served = [(d, rank) for rank, depths in enumerate(self.depths) for d in depths if rank != self.source_of(d)]
         labels = 0
@@ -79,42 +79,42 @@ class Served:
     """The input of a rank's heads."""
 
     features: dict[int, Tensor]
-    """By depth, without gradient."""
+    """Features by depth, without gradient."""
     labels: Tensor | None
-    """(heads, B) int64, as they have come; None where each rank reads its own."""
+    """Labels, (heads, B) int64, as received; None if each rank reads its own."""
 
 
 @dataclass
 class Line:
-    """One rank's part in the line."""
+    """One rank's part in the pipeline."""
 
     plan: LinePlan
     rank: int
     wire: Wire
     boundaries: Sequence[TensorLayout]
-    """By depth, of a training batch."""
+    """Layouts by depth, for a training batch."""
     run: RunBlocks
     load: Callable[[Batch], Tensor]
-    """Images of a batch; asked of the rank at place 0 alone."""
+    """Loads the images of a batch; called on the rank at place 0 only."""
     labels_of: Callable[[Batch], Tensor]
-    """(models, B) int64; asked of the rank at place 0 alone."""
+    """Loads the labels, (models, B) int64; called on the rank at place 0 only."""
     clock: PhaseClock
     lanes: str = ""
-    """Put before the lanes' names."""
+    """Prefix of the lanes' names."""
     forwards: int = 0
-    """Batches that this rank's segment has seen."""
+    """Number of batches that this rank's segment has processed."""
     _batches: list[Batch] = field(default_factory=list)
     _operations: deque[Operation] = field(default_factory=deque)
     _first: int = 0
     """Sequence number of the first of `_batches`."""
     _trained: int = 0
     _coming: int = 0
-    """How many of `_batches` will enter the line."""
+    """How many of `_batches` will enter the pipeline."""
     _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Features by batch and depth, and under depth 0 labels, that this rank has computed for itself."""
+    """Features by batch and depth, and labels under depth 0, that this rank has computed for itself."""
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Expect to be asked for these batches, in this order; all ranks must give the same. Collective."""
+        """Announce these batches, in order; equal on all ranks. Collective."""
         self.finish()
         self._first += len(self._batches)
         self._batches, self._trained, self._coming = list(batches), 0, len(batches)
@@ -127,16 +127,16 @@ class Line:
         return self._batches[self._trained] if self._trained < len(self._batches) else None
 
     def serve(self) -> Served:
-        """Return the features of the next batch; ranks go on with later ones meanwhile. Collective."""
+        """Return the features of the next batch, while ranks work on later ones. Collective."""
         while (operation := self._operations.popleft()).kind == "forward":
             self._forward(operation.batch)
         self._trained += 1
         return self._receive(operation.batch)
 
     def finish(self) -> None:
-        """Receive every batch that has entered the line, and forget the others. Collective.
+        """Receive every batch that has entered the pipeline, and drop the others. Collective.
 
-        The wire is not drained: another line's messages may be on it, and stay there.
+        The wire is not drained, because it may hold messages of another pipeline.
         """
         self._coming = batches_begun(self._trained, places=self.plan.places, batches=len(self._batches))
         for operation in self._operations:
@@ -147,7 +147,7 @@ class Line:
         self._trained = len(self._batches)
 
     def _forward(self, index: int) -> None:
-        """Run this rank's segment for a batch and send its outputs to the ranks that wait for them."""
+        """Run this rank's segment for a batch, and send its outputs to the ranks that need them."""
         plan, batch = self.plan, self._batches[index]
         start, stop = plan.segments[self.rank]
         labels: Tensor | None = None
@@ -188,7 +188,7 @@ class Line:
                 self._put(rows, receiver, "labels", index)
 
     def _receive(self, index: int) -> Served:
-        """Return what this rank's heads need of a batch, its own or sent."""
+        """Return the input of this rank's heads for a batch, its own or received."""
         plan = self.plan
         depths, rows = plan.depths[self.rank], plan.rows[self.rank]
         features = {}
@@ -203,9 +203,9 @@ class Line:
         return Served(features, labels)
 
     def _expect(self, index: int) -> None:
-        """Start to receive while this rank computes: this batch's features, and the next input of its segment.
+        """Start to receive this batch's features and the next input of its segment while this rank computes.
 
-        Nothing may be left unreceived: behind place 0, the next batch has entered the line when this one's turn ends.
+        Every message must be received: behind place 0, the next batch has entered the pipeline when this one is done.
         """
         plan = self.plan
         wanted = [("features", d, plan.source_of(d), index) for d in plan.depths[self.rank]]

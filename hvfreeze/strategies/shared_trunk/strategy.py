@@ -1,9 +1,9 @@
-"""Several models fine-tuned at once on one frozen trunk; no parameter and no gradient ever travels.
+"""The shared trunk: fine-tunes several models at once on one frozen trunk, without sending parameters or gradients.
 
-    line (trunk segments on different ranks) -> features -> each rank's own heads: loss -> backward -> update
+    pipeline (trunk segments on different ranks) -> features -> each rank's own heads: loss -> backward -> update
 
-All ranks meet the same batches: they are one replica. A model lives on one rank, its trunk on all of them.
-Source: McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined Model Parallelism".
+All ranks use the same batches: they are one replica. A model's head is on one rank, its trunk on all of them. Source:
+McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined Model Parallelism".
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkFacts:
-    """The run as all ranks know it."""
+    """Facts of the run that are equal on all ranks."""
 
     names: tuple[str, ...]
-    """Of the tasks; task i is trained on rank i modulo the number of ranks."""
+    """Names of the tasks; task i is trained on rank i modulo the number of ranks."""
     classes: tuple[tuple[str, ...], ...]
-    """Of each task."""
+    """Depth of each task's head, in blocks."""
     segments: tuple[Segment, ...]
-    """By rank; those without one are left out."""
+    """Segments by rank, without ranks that have none."""
     whole: bool
-    """Every rank runs the whole trunk: the baseline."""
+    """Whether every rank runs the whole trunk: the baseline."""
     labels: str
     cut: int
     """Blocks that are frozen in every model."""
     depth: int
     """Blocks that are frozen in some model."""
     identity: dict[str, Any]
-    """What a checkpoint must have been made for."""
+    """The identity of the run, which a checkpoint must match."""
     cache: str
     exact: bool
     """Whether stored features have the bits that would be computed."""
@@ -71,7 +71,7 @@ BuildChain = Callable[[int], Chain]
 class Head:
     """Trains the last blocks of a model on given features.
 
-    Its random draws, for dropout, come from its own seed, so that it is the same wherever it is trained.
+    Its random draws, for dropout, come from its own seed, so that results do not depend on its rank.
     """
 
     def __init__(self, task: Task, labels: Labels, settings: OptimizerConfig, *, build: BuildChain) -> None:
@@ -107,11 +107,11 @@ class Head:
         return loss.item(), Answers(logits.detach(), labels)
 
     def is_finite(self, loss: float) -> bool:
-        """Tell whether the loss and all gradients are."""
+        """Return True if the loss and all gradients are finite."""
         return math.isfinite(loss) and self._update.gradients_are_finite()
 
     def update(self, rate: float) -> None:
-        """Make the optimizer's step; `rate` is what --lr has become by --schedule, which this head's follows."""
+        """Make the optimizer's step; `rate` is --lr after --schedule, by which this head's rate is scaled."""
         self._update.make(rate)
 
     def predict(self, features: Tensor) -> Tensor:
@@ -125,12 +125,12 @@ class Head:
         return [*self.chain.named_parameters(self.depth), *self.chain.named_buffers(self.depth)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which training goes on bit for bit."""
+        """Return the state from which training continues bit for bit."""
         tensors = {name: tensor.detach() for name, tensor in self.tensors()}
         return {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "random": self._random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of the same head."""
+        """Load a state of the same head."""
         with torch.no_grad():
             for name, tensor in self.tensors():
                 tensor.copy_(state["tensors"][name])
@@ -139,11 +139,11 @@ class Head:
 
 
 class SharedTrunk:
-    """Trains this rank's heads; see `Strategy` for what its methods promise.
+    """Trains this rank's heads; see `Strategy` for its methods.
 
-    Of `chain` this rank holds its `segment` of the trunk alone, once it has settled in; `heads` are in the order of the
-    tasks. `settle_in` is called once before the first epoch, when the run directory is there. It opens what is stored,
-    while the whole trunk is here to compare it with, and drops the segments of other ranks; a collective.
+    After `settle_in`, this rank holds only its `segment` of `chain`; `heads` are in the order of tasks. `settle_in` is
+    called once before the first epoch, when the run directory exists. It opens stored features, while the whole trunk
+    is present to check them, and drops the segments of other ranks; a collective.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class SharedTrunk:
 
     @property
     def models(self) -> Sequence[str]:
-        """One a task."""
+        """Names of the models, one per task."""
         return [f"model-{name}" for name in self.facts.names]
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches. Collective."""
+        """Prepare for these batches. Collective."""
         if self._settle_in is not None:
             self._settle_in()
             self._settle_in = None
@@ -187,7 +187,7 @@ class SharedTrunk:
         (self.training if training else self.evaluation).begin_epoch(batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Train every head of this rank on the one batch, while the line works on later ones. Collective."""
+        """Train every head of this rank on one batch, while the pipeline works on later ones. Collective."""
         (batch,), clock = batches, self.clock
         served = self.training.of(batch)
         labels = self._labels(batch, training=True) if served.labels is None else served.labels
@@ -217,10 +217,10 @@ class SharedTrunk:
         return StepResult(losses=losses, answers=answers, leave=bool(num_leaving))
 
     def settle(self) -> None:
-        """Return at once: each model lives on one rank, and is what it is."""
+        """Do nothing: each model is on one rank."""
 
     def predict(self, batch: Batch) -> dict[str, Answers]:
-        """Return the answers to an evaluation batch; all ranks ask for the same batches. Collective."""
+        """Return the answers for an evaluation batch; all ranks request the same batches. Collective."""
         served = self.evaluation.of(batch)
         rows = self._labels(batch, training=False)
         return {
@@ -229,14 +229,14 @@ class SharedTrunk:
         }
 
     def check(self, *, step: int) -> str:
-        """Return a digest over the trunk's blocks and every head, equal for any number of ranks. Collective."""
+        """Return a digest over the trunk's blocks and every head, independent of the number of ranks. Collective."""
         mine: dict[Any, str] = block_digests(self.chain, range(*self.segment))
         mine |= {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
         found = digests_of_all(self.world, self.chain, mine, name="trunk.digest", step=step)
         return digest_of(f"{key} {found[key]}" for key in [*range(self.facts.depth), *self.facts.names])
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield each model; on rank 0 with the one copy of the trunk, and one head at a time. Collective."""
+        """Yield each model; on rank 0 with the only copy of the trunk, and one head at a time. Collective."""
         mine = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
         give_back()
         trunk = gather_tensors(self.world, tensors_of(self.chain, mine), name="trunk.model")
@@ -248,22 +248,24 @@ class SharedTrunk:
             yield WholeModel(f"model-{name}", state, classes)
 
     def state_dict(self) -> State:
-        """Return this rank's heads; the trunk is not kept, but what it was is."""
+        """Return this rank's heads; the trunk is not saved, only its identity."""
         line = self.training.line
         counts = {"forwards": line.forwards, "signals": self._signal_bytes, **line.wire.bytes_sent(LANES)}
         own = {"heads": {head.task.name: head.state_dict() for head in self.heads}, "counts": counts}
         return State({"shared_trunk": self.facts.identity, "steps": self._steps}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank.
+        """Load a state of the same rank.
 
         Raises:
-            RefusedError: it was trained for other tasks, or on another trunk.
+            RefusedError: it belongs to other tasks, or another trunk.
         """
         theirs = state.shared["shared_trunk"]
         for key, value in self.facts.identity.items():
             if theirs.get(key) != value:
-                raise RefusedError(f"the checkpoint was made with other {key}; put these back, or start anew")
+                raise RefusedError(
+                    f"the checkpoint has other {key}; resume with the settings of the checkpoint, or start a new run"
+                )
         for head in self.heads:
             head.load_state_dict(state.own["heads"][head.task.name])
         self._steps = state.shared["steps"]
@@ -274,7 +276,7 @@ class SharedTrunk:
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield for each rank the heads that it trains; counts go on with rank 0. Not a collective."""
+        """Yield for each rank the heads that it trains; counts continue on rank 0. Not a collective."""
         heads: dict[str, Any] = {}
         counts: Counter[str] = Counter()
         for own in owns:
@@ -282,16 +284,17 @@ class SharedTrunk:
             counts.update(own["counts"])
         if heads.keys() != set(self.facts.names):
             raise RefusedError(
-                f"the checkpoint is of {plural(len(heads), 'model')} ({', '.join(heads)}), and this run of "
-                f"{len(self.facts.names)} ({', '.join(self.facts.names)}); without --heads and --tasks there is one a "
-                f"rank: go on on {plural(len(heads), 'rank')}; else put the --tasks file back, or start anew"
+                f"the checkpoint has {plural(len(heads), 'model')} ({', '.join(heads)}), but this run has "
+                f"{len(self.facts.names)} ({', '.join(self.facts.names)}). Without --heads and --tasks there is one "
+                f"model per rank: resume on {plural(len(heads), 'rank')}; else restore the --tasks file, or start a "
+                "new run"
             )
         for rank in range(size):
             mine = {name: heads[name] for name in self.facts.names[rank::size]}
             yield {"heads": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
-        """Return what was exchanged, what the cache did, and what each rank had and did. Collective."""
+        """Return the exchanged bytes, the cache's numbers, and each rank's resource use. Collective."""
         facts, training, wire = self.facts, self.training, self.training.line.wire
         stores = list((training.stores or {}).values())
         both = [*stores, *(self.evaluation.stores or {}).values()]
@@ -334,7 +337,7 @@ class SharedTrunk:
         }
 
     def close(self) -> None:
-        """Keep what is cached and let go of all files."""
+        """Publish cached rows and close all files."""
         self.training.close()
         self.evaluation.close()
 
@@ -345,5 +348,5 @@ class SharedTrunk:
         """Raise NumericsError on all ranks. Collective."""
         self.training.line.finish()
         names = [n for theirs in self.world.allgather_object(broken, name="trunk.broken") for n in theirs]
-        what = f"the loss or the gradients of {', '.join(names)} are not finite"
+        what = f"NaN or Inf in the loss or gradients of {', '.join(names)}"
         raise not_finite(self._steps, what, "lower --lr or add --lr-warmup")

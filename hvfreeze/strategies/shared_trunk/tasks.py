@@ -1,20 +1,20 @@
-"""The tasks: each model's target, its labels, and its own settings.
+"""Tasks: each model's labels and settings.
 
-`--heads N` makes N models for the data set's own labels. `--tasks FILE` takes a table, CSV, with a column `sample` (a
-row's number, or for image folders its path), where training and test set both occur a column `split` (`train` or
-`test`), and a column for each task:
+`--heads N` trains N models on the labels of the data set. `--tasks FILE` takes a CSV table with a column `sample` (a
+row number, or for image folders the path), a column `split` (`train` or `test`) if the table has both sets, and a
+column for each task:
 
     split,sample,species,background
     train,0,owl,forest
 
-or YAML that names such a table, beside itself, and says more:
+or YAML with the path of such a table, relative to itself, and more settings:
 
     labels: labels.csv
     tasks:
       species: {head: linear, lr: 0.05}
       rough: {column: background, head: 2, loss: balanced, seed: 7}
 
-Without `labels` all tasks have the data set's own labels.
+Without `labels` all tasks use the labels of the data set.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ LOSSES = ("cross-entropy", "balanced")
 MOST_TABLE_BYTES = 2**30
 MOST_NAMED = 8
 MOST_SHOWN = 80
-"""Characters of a line."""
+"""Characters of a line that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One model's target and its own settings."""
+    """One model's labels and settings."""
 
     name: str
     column: str = ""
-    """Of the table of labels; empty for the data set's own."""
+    """Column of the label table; empty for the labels of the data set."""
     blocks: int = 1
-    """The last blocks, which are the model's own."""
+    """Number of last blocks that the model trains itself."""
     lr: float
     seed: int
-    """Of its own blocks and of their dropout."""
+    """Seed of its own blocks and of their dropout."""
     loss: str = "cross-entropy"
 
 
 def read_files(path: Path) -> tuple[str, str]:
-    """Return the text of a task file, empty for a CSV, and of the table that it names, which for a CSV is itself.
+    """Return the text of a task file, empty for a CSV, and of the table that it names; a CSV is the table itself.
 
     Raises:
         RefusedError: a file cannot be read.
-        UsageError: it is no plain YAML.
+        UsageError: it cannot be parsed as YAML.
     """
     if path.suffix == ".csv":
         return "", read_table(path)
@@ -81,7 +81,7 @@ def read_files(path: Path) -> tuple[str, str]:
 
 
 def read_table(path: Path) -> str:
-    """Return a CSV file's text, whose lines end as Python's do, or refuse the file."""
+    """Return the text of a CSV file with Unix line ends; raises RefusedError if it is invalid."""
     text = read(path, MOST_TABLE_BYTES).replace("\r\n", "\n").replace("\r", "\n")
     lines = csv.reader(io.StringIO(text))
     try:
@@ -89,27 +89,27 @@ def read_table(path: Path) -> str:
         for _ in lines:
             pass
     except csv.Error as error:
-        raise RefusedError(f"--tasks: line {lines.line_num} of {path} is no CSV: {error}") from error
+        raise RefusedError(f"--tasks: line {lines.line_num} of {path} is not valid CSV: {error}") from error
     if "sample" not in header:
         raise RefusedError(
-            f"--tasks: the first line of {path} must name the columns, with commas and no spaces between them, as in "
+            f"--tasks: the first line of {path} must name the columns, separated by commas without spaces, e.g. "
             f"split,sample,species; it is {text.partition(chr(10))[0][:MOST_SHOWN]!r}"
         )
     return text
 
 
 def read(path: Path, most_bytes: int) -> str:
-    """Return a file's text, or refuse the file."""
+    """Return the text of a file; raises RefusedError if it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
-            raise RefusedError(f"--tasks: {path} is longer than {most_bytes} bytes")
+            raise RefusedError(f"--tasks: {path} must be at most {most_bytes} bytes long")
         return data.decode("utf-8-sig")
     except OSError as error:
         raise RefusedError(f"--tasks: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RefusedError(f"--tasks: {path} is no UTF-8 text: {error.reason}") from error
+        raise RefusedError(f"--tasks: {path} is not UTF-8 text: {error.reason}") from error
 
 
 def parsed(text: str, path: Path) -> dict[str, Any]:
@@ -117,22 +117,25 @@ def parsed(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = parse_plain_yaml(text.encode())
     except ValueError as error:
-        raise UsageError(f"--tasks ({path}) is not plain YAML: {error}") from error
+        raise UsageError(f"--tasks ({path}) cannot be parsed as YAML: {error}") from error
     tasks = tree.get("tasks") if isinstance(tree, dict) else None
     if not isinstance(tree, dict) or set(tree) - {"labels", "tasks"} or not isinstance(tasks, dict) or not tasks:
-        raise UsageError(f"--tasks ({path}) must have the key tasks, by name, and may have labels, a CSV file's name")
+        raise UsageError(
+            f"--tasks ({path}) must have the key tasks, a mapping of task names, and may have the key "
+            "labels, the path of a CSV file"
+        )
     return tree
 
 
 def tasks_of(
     settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: tuple[str, str]
 ) -> list[Task]:
-    """Return the run's tasks in order, with the learning rate and seeds from `seed` on unless they say otherwise.
+    """Return the run's tasks in order, with default learning rate and seeds counted from `seed`.
 
     `files` is the result of `read_files`, empty texts without --tasks.
 
     Raises:
-        UsageError: the task file sets a value that no task can have.
+        UsageError: the task file has an invalid value.
     """
     lr = optimizer.lr
     given = optimizer.head_rates() or [lr]
@@ -142,8 +145,8 @@ def tasks_of(
         rates = given * count if len(given) == 1 else given
         if len(rates) != count:
             raise UsageError(
-                f"--head-lr ({optimizer.head_lr}) has {plural(len(rates), 'number')} for {plural(count, 'head')}; give "
-                "one each, or one for all"
+                f"--head-lr ({optimizer.head_lr}) has {plural(len(rates), 'number')} for {plural(count, 'head')}; "
+                "give one per head, or one for all"
             )
         return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
     text, table = files
@@ -153,13 +156,13 @@ def tasks_of(
     else:
         named = parsed(text, Path(settings.tasks))["tasks"]
     if not named:
-        raise UsageError(f"--tasks ({settings.tasks}) names no task: give each a column beside `sample`")
+        raise UsageError(f"--tasks ({settings.tasks}) names no task; add a column for each task next to `sample`")
     tasks = [
         task_of(str(name), entry or {}, Task(name=str(name), blocks=blocks, lr=lr, seed=seed + i), table=bool(table))
         for i, (name, entry) in enumerate(named.items())
     ]
     if len({task.name.lower() for task in tasks}) < len(tasks):
-        raise UsageError(f"--tasks ({settings.tasks}) names a task twice")
+        raise UsageError(f"--tasks ({settings.tasks}) names a task twice; task names must be unique, ignoring case")
     return tasks
 
 
@@ -170,15 +173,15 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
         return UsageError(f"--tasks: task {name}: {what}")
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
-        raise refuse("its name must be letters, digits and _.-, for it names a file")
+        raise refuse("its name must consist of letters, digits and _.-, because it names a file")
     if not isinstance(entry, Mapping) or set(entry) - {"column", "head", "lr", "loss", "seed"}:
-        raise refuse("it may have column, head, lr, loss and seed, and nothing else")
+        raise refuse("it may only have the keys column, head, lr, loss and seed")
     if "column" in entry and not table:
-        raise refuse("it has a column, but the file names no labels")
+        raise refuse("it names a column, but the file has no key labels")
     head, lr, seed = entry.get("head", default.blocks), entry.get("lr", default.lr), entry.get("seed", default.seed)
     blocks = 1 if head == "linear" else head
     if type(blocks) is not int or blocks < 1:
-        raise refuse(f"head ({head}) must be linear, or the number of last blocks that are its own")
+        raise refuse(f"head ({head}) must be linear, or the number of last blocks that the task trains itself")
     if type(lr) not in (int, float) or not (math.isfinite(lr) and lr > 0):
         raise refuse(f"lr ({lr}) must be a positive number")
     if type(seed) is not int or not 0 <= seed < 2**63:
@@ -191,27 +194,27 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
 
 
 def check_depths(tasks: list[Task], chain: Chain) -> None:
-    """Refuse heads that leave nothing for the trunk."""
+    """Raise UsageError if a head takes every block, leaving an empty trunk."""
     names = [block.name for block in chain.blocks]
     for task in tasks:
         if task.blocks >= len(names):
             raise UsageError(
-                f"model {task.name}: its own last blocks ({task.blocks}) must be 1..{len(names) - 1} of "
-                f"{', '.join(names)}, so that a trunk is left"
+                f"model {task.name}: the number of its own last blocks ({task.blocks}) must be in 1..{len(names) - 1}, "
+                f"so that the trunk keeps a block; the blocks are {', '.join(names)}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """A task's classes, and the class of every sample that the run uses."""
+    """A task's classes, and the class of every sample of the run."""
 
     classes: tuple[str, ...]
     train: Tensor = field(repr=False)
-    """(N,) int64 by sample id; -1 where the run does not use the sample."""
+    """Class numbers, (N,) int64 by sample id; -1 if the run does not use the sample."""
     test: Tensor = field(repr=False)
 
     def weights(self, loss: str) -> Tensor | None:
-        """Return each class's weight, (classes,), or None for 1; `balanced` is N / (classes x samples of the class)."""
+        """Return class weights, (classes,), or None for 1; `balanced` is N / (classes x samples of the class)."""
         if loss != "balanced":
             return None
         counts = torch.bincount(self.train[self.train >= 0], minlength=len(self.classes)).float()
@@ -230,10 +233,11 @@ class Labels:
 
 
 def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
-    """Return each task's labels; `table` is the CSV's text, empty where all have the data set's own.
+    """Return each task's labels; `table` is the CSV's text, empty for the labels of the data set.
 
     Raises:
-        RefusedError: a sample of the run has no label, or two; a label that no training sample has; or the table names
+        RefusedError: a sample of the run has no label, or two; a test label that no training sample has; or the table
+            names
             a sample that does not exist.
     """
     own = Labels(corpus.train.classes, corpus.train.labels, corpus.evaluated.labels)
@@ -244,11 +248,11 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
     columns = set(header)
     if len(columns) < len(header):
         twice = next(name for name in header if list(header).count(name) > 1)
-        raise RefusedError(f"--tasks: the table of labels has two columns {twice}; leave one, or rename one")
+        raise RefusedError(f"--tasks: the label table has two columns {twice}; remove or rename one")
     for column in ("sample", *(task.column for task in tasks)):
         if column not in columns:
             raise RefusedError(
-                f"--tasks: the table of labels has no column {column}; it has {', '.join(sorted(columns))}"
+                f"--tasks: the label table has no column {column}; its columns are {', '.join(sorted(columns))}"
             )
     sets = {"train": corpus.train, "test": corpus.evaluated}
     rows_of = {split: rows_by_name(image_set) for split, image_set in sets.items()}
@@ -256,8 +260,8 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
     for number, line in enumerate(reader, 2):
         if None in line:
             raise RefusedError(
-                f"--tasks: line {number} of the table has more cells than the {len(header)} columns; take the others "
-                "out, or put a label with a comma in quotation marks"
+                f"--tasks: line {number} of the label table has more cells than the {len(header)} columns; remove "
+                "them, or quote a label that contains a comma"
             )
         split = line.get("split") or "train"
         # The run evaluates on training samples that it holds out.
@@ -265,14 +269,14 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
             continue
         row = rows_of.get(split, {}).get(meant_by(line["sample"] or ""))
         if row is None:
-            raise RefusedError(f"--tasks: line {number} of the table: there is no sample {line['sample']} in {split}")
+            raise RefusedError(f"--tasks: line {number} of the label table: {split} has no sample {line['sample']}")
         before = cells[split].setdefault(row, line)
         for task in tasks:
             first, second = ((each.get(task.column) or "").strip() for each in (before, line))
             if first != second:
                 raise RefusedError(
-                    f"--tasks: line {number} of the table: sample {line['sample']} of {split} has a label already, "
-                    f"{first or 'none'} in {task.column}, and here it is {second or 'none'}; leave one"
+                    f"--tasks: line {number} of the label table: sample {line['sample']} of {split} already has the "
+                    f"label {first or 'none'} in {task.column}, and {second or 'none'} here; keep one"
                 )
     if corpus.evaluated is corpus.train:
         cells["test"] = cells["train"]
@@ -281,7 +285,7 @@ def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
 
 
 def rows_by_name(image_set: ImageSet) -> dict[str, int]:
-    """Return each sample's row by what a table may call it: its number, and for an image file its path."""
+    """Return each sample's row by its names in a table: its number and, for an image file, its path."""
     rows = {str(row): row for row in range(len(image_set))}
     if isinstance(image_set.source, FileSource):
         rows |= {meant_by(path): row for row, path in enumerate(image_set.source.paths)}
@@ -294,7 +298,7 @@ def column_of(
     used: Mapping[str, np.ndarray],
     sets: Mapping[str, ImageSet],
 ) -> Labels:
-    """Return one task's labels of the samples that are used."""
+    """Return one task's labels of the used samples."""
     words: dict[str, dict[int, str]] = {}
     for split, ids in used.items():
         said = {row: cells[split].get(row, {}).get(task.column) or "" for row in ids.tolist()}
@@ -303,25 +307,25 @@ def column_of(
         if lacking:
             source = sets[split].source
             name = source.paths[lacking[0]] if isinstance(source, FileSource) else lacking[0]
-            others = f", nor have {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            others = f", nor do {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise RefusedError(
-                f"--tasks: task {task.name}: sample {name} of {split} has no label in {task.column}{others}; give "
-                "every sample of the run one"
+                f"--tasks: task {task.name}: sample {name} of {split} has no label in column {task.column}{others}; "
+                "label every sample of the run"
             )
     # The table may have lines of training samples that the run leaves out.
     taught = set(words["train"].values())
     unknown = sorted(set(words["test"].values()) - taught)
     if unknown:
         raise RefusedError(
-            f"--tasks: task {task.name}: {', '.join(unknown[:MOST_NAMED])} in {task.column} of test is the label of no "
-            f"training sample of the run, of which {', '.join(sorted(taught)[:MOST_NAMED])} are; correct it or take it "
-            "out"
+            f"--tasks: task {task.name}: {', '.join(unknown[:MOST_NAMED])} in column {task.column} of the test "
+            f"samples is not the label of any training sample; those are {', '.join(sorted(taught)[:MOST_NAMED])}. "
+            "Correct or remove it"
         )
     known = {word for split in words.values() for word in split.values()}
     classes = sorted(known, key=lambda word: (not word.isdecimal(), int(word) if word.isdecimal() else 0, word))
     if len(classes) < 2:
         raise RefusedError(
-            f"--tasks: task {task.name}: column {task.column} has one value only; a task needs two or more"
+            f"--tasks: task {task.name}: column {task.column} has one value only; a task needs at least two classes"
         )
     number = {word: index for index, word in enumerate(classes)}
     tensors = []
@@ -334,5 +338,5 @@ def column_of(
 
 
 def identity_of(tasks: list[Task], labels: list[Labels]) -> list[dict[str, Any]]:
-    """Return what a checkpoint must have been made for."""
+    """Return what a checkpoint must match."""
     return [{**asdict(task), "labels": each.identity()} for task, each in zip(tasks, labels, strict=True)]

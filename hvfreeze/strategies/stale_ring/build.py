@@ -1,4 +1,4 @@
-"""From a configuration to the strategy: where the model is cut, and each rank's modules."""
+"""Builds a stale ring from a configuration: where the model is cut, and each rank's modules."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hvfreeze.wording import plural
 
 MOST_CUTS = 200_000
 WARM_UP = 10
-"""Without --stale-after, 1/WARM_UP of an epoch's steps is made with new gradients."""
+"""Without --stale-after, 1/WARM_UP of an epoch's steps use undelayed gradients."""
 
 
 def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
-    """Return the strategy for a run. Collective.
+    """Return the stale ring of a run. Collective.
 
     Raises:
         UsageError: settings do not fit each other, the model or the world; on all ranks.
@@ -74,7 +74,7 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
 
 
 def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts:
-    """Return what all ranks know of the ring.
+    """Return the facts of the ring, equal on all ranks.
 
     Raises:
         UsageError: settings do not fit each other or the model.
@@ -94,10 +94,10 @@ def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts
 
 
 def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
-    """Return the modules with which a step takes least time: rank 0 has two, which are smaller than the others.
+    """Return the modules with the shortest step: rank 0 has two, which are smaller than the others.
 
-    Of several ways the one whose largest module is smallest. Modules are alike where there are more than `MOST_CUTS`
-    ways.
+    Of equally fast ones, those with the smallest largest module. If there are more than `MOST_CUTS` ways, modules are
+    equal.
     """
     depth = len(costs)
     if math.comb(depth - 1, parts - 1) > MOST_CUTS:
@@ -113,21 +113,20 @@ def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
 
 
 def introduce(context: BuildContext, facts: RingFacts, boundaries: Sequence[TensorLayout]) -> None:
-    """Tell the user each module's blocks and delay, and what ranks send for a batch."""
+    """Log each module's blocks and delay, and the bytes that ranks send per batch."""
     modules = ", ".join(
-        f"{start}..{stop - 1} on rank {facts.rank_of(part)}, {plural(facts.delay(part), 'step')} old"
+        f"{start}..{stop - 1} on rank {facts.rank_of(part)}, delay {plural(facts.delay(part), 'step')}"
         for part, (start, stop) in enumerate(facts.segments)
     )
     sent = sum(boundaries[start].num_bytes for start, _ in facts.segments[1:])
     context.say(
-        f"stale ring: blocks {modules}; gradients are new for {plural(facts.stale_after, 'step')} at first; bytes "
-        f"a batch: activations {sent}, errors {sent}, labels 0"
+        f"stale ring: blocks {modules}; no delay for the first {plural(facts.stale_after, 'step')}; bytes per "
+        f"batch: activations {sent}, gradients {sent}, labels 0"
     )
     if facts.tied:
         way = "the sum" if facts.tied_gradient == "sum" else "half the sum"
-        context.say(f"stale ring: {', '.join(facts.tied)} is both ends'; its gradient is {way} of both uses'")
+        context.say(f"stale ring: both ends share {', '.join(facts.tied)}; its gradient is {way} of the two")
     else:
         context.say(
-            "note: the first and the last block share no parameters, so this is a plain stale line whose ends lie on "
-            "rank 0, where labels stay"
+            "note: the first and the last block share no parameters, so the ring only keeps the labels on rank 0"
         )

@@ -1,7 +1,7 @@
-"""One module of the ring: its blocks, and the batches that are between their forward and their backward pass.
+"""One module of the ring: its blocks, and the batches between their forward and backward passes.
 
-A backward pass that comes some updates later must see the parameters of its forward pass. So a forward pass that waits
-runs on copies of them, which are the version that its batch keeps.
+A backward pass that comes some updates later must use the parameters of its forward pass. So the forward pass of a
+waiting batch runs on copies of them, which belong to the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvfreeze.model.segments import Segment
 from hvfreeze.prefix.features import Halves
 
 Weights = dict[str, Tensor]
-"""By the names of parameters."""
+"""Tensors by parameter name."""
 
 
 class Pieces(nn.Module):
@@ -41,10 +41,10 @@ class Pass:
     """A batch between its forward and its backward pass."""
 
     input: Tensor
-    """With the error in `grad` after the backward pass, where it is of floating point."""
+    """Input; has the gradient in `grad` after the backward pass, if it is floating point."""
     output: Tensor
     weights: Weights
-    """The version that it was computed with; empty where these are the parameters themselves."""
+    """Its copies of the parameters; empty if it uses the parameters themselves."""
     random: Tensor
     """The state of torch's generator before it."""
 
@@ -59,14 +59,14 @@ class RingModule:
     tied: tuple[str, ...] = ()
     """Names of parameters of other modules that these blocks use too."""
     _passes: dict[int, Pass] = field(default_factory=dict)
-    """By the number of the batch."""
+    """Pending batches by number."""
 
     def __post_init__(self) -> None:
         self._pieces = Pieces(self.halves)
 
     @property
     def chain(self) -> Chain:
-        """The whole model's."""
+        """The whole model's number of blocks."""
         return self.halves.chain
 
     @property
@@ -77,14 +77,15 @@ class RingModule:
 
     @property
     def waiting(self) -> int:
-        """How many batches are between their passes."""
+        """Number of batches between their passes."""
         return len(self._passes)
 
     def forward(self, x: Tensor, batch: int, *, waits: bool) -> Tensor:
         """Return the output for `x`, and keep what the backward pass needs.
 
         Args:
-            x: the input; it takes the error of this module's input where it is of floating point, and not the first.
+            x: the input; gets the gradient of this module's input if it is floating point, unless the module is the
+                first.
             batch: its number.
             waits: parameters are updated before the backward pass.
         """
@@ -94,11 +95,11 @@ class RingModule:
         return self._passes[batch].output
 
     def backward(self, batch: int, error: Tensor | None) -> Tensor | None:
-        """Add the gradients of a batch to those of the parameters; return the error of its input, if it has one.
+        """Add the gradients of a batch to those of the parameters; return the gradient of its input, if it has one.
 
         Args:
             batch: its number.
-            error: of the output; None where that is a loss.
+            error: gradient of the output; None if that is a loss.
         """
         done = self._passes.pop(batch)
         done.output.backward(error)
@@ -109,11 +110,11 @@ class RingModule:
         return done.input.grad
 
     def replace_output(self, batch: int, output: Tensor) -> None:
-        """Let the backward pass of a batch begin at something that was made of its output, as a loss."""
+        """Start the backward pass of a batch at a value computed from its output, such as a loss."""
         self._passes[batch] = replace(self._passes[batch], output=output)
 
     def state_dict(self) -> dict[int, Any]:
-        """Return the batches that wait: each one's input, weights and random state, of which it is computed anew."""
+        """Return the waiting batches: input, weights and random state of each, to recompute its forward pass."""
         return {
             batch: {
                 "input": done.input.detach(),
@@ -124,7 +125,7 @@ class RingModule:
         }
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Compute the forward passes of a state anew; running statistics, which have seen them, stay as they are."""
+        """Recompute the forward passes of a state, without updating running statistics again."""
         self._passes.clear()
         for batch, kept in state.items():
             weights = {name: copy_of(weight) for name, weight in kept["weights"].items()}
@@ -135,7 +136,7 @@ class RingModule:
                 self._passes[batch] = self._run(kept["input"], weights, kept["random"], buffers)
 
     def stash_bytes(self) -> int:
-        """Return the bytes of the parameters that batches keep; what their passes keep beside them is not counted."""
+        """Return the bytes of the parameter copies of batches, without their activations."""
         return sum(weight.nbytes for done in self._passes.values() for weight in done.weights.values())
 
     def _run(self, x: Tensor, weights: Weights, random: Tensor, buffers: Mapping[str, Tensor] | None = None) -> Pass:
@@ -148,5 +149,5 @@ class RingModule:
 
 
 def copy_of(weight: Tensor) -> Tensor:
-    """Return a copy, as it lies in memory, that takes a gradient where the original does."""
+    """Return a copy with the same memory layout that requires a gradient if the original does."""
     return weight.detach().clone().requires_grad_(weight.is_floating_point())

@@ -13,15 +13,15 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRingConfig(CutConfig):
-    """One model cut over a ring of ranks, whose gradients are some steps old."""
+    """One model cut over a ring of ranks, with gradients that are some steps old."""
 
     strategy: str = "stale-ring"
-    parts: Parts | None = setting(None, "P", "modules; default: one more than ranks")
+    parts: Parts | None = setting(None, "P", "modules that the model is cut into; default: number of ranks + 1")
     stale_after: Steps | None = setting(
-        None, "STEPS", "steps at the start whose gradients are all new; default: a tenth of an epoch"
+        None, "STEPS", "first steps without delayed gradients; default: a tenth of an epoch"
     )
     tied_gradient: Annotated[str, choice("sum", "half")] = setting(
-        "sum", "HOW", "of parameters that both ends use, the gradients' sum or half of it"
+        "sum", "HOW", "gradient of parameters that both ends share: the sum of the two, or half of it"
     )
 
     builder = "hvfreeze.strategies.stale_ring.build:open_stale_ring"
@@ -36,14 +36,14 @@ class StaleRingConfig(CutConfig):
     reads_text = batch_statistics = True
 
     def modules(self, ranks: int) -> int:
-        """Return into how many modules the model is cut.
+        """Return the number of modules of the model.
 
         Raises:
             UsageError: --parts does not fit the number of ranks.
         """
         parts = ranks + 1 if self.parts is None else self.parts
         start = plural(max(1, parts - 1), "rank")
-        why = f"the first and the last module share a rank; start {start}, or leave it out"
+        why = f"the first and the last module share a rank; start {start}, or leave --parts out"
         rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
         return parts
 
@@ -52,19 +52,24 @@ class StaleRingConfig(CutConfig):
         return self.modules(ranks) - 1
 
     def reads_images(self, place: int) -> bool:
-        """Tell whether a rank has the ring's ends."""
+        """Return True if a rank has the ring's ends."""
         return place == 0
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Refuse settings that do not go with gradients that are some steps old."""
+        """Return the settings that do not go with delayed gradients."""
         optimizer, freeze = config.optimizer, config.freeze
         return [
-            ("freeze", freeze.freeze, freeze.freeze == "none", "the first module trains to the end, with the last one"),
-            ("shadow", freeze.shadow, not freeze.shadow_names(), "no criterion is scored"),
-            ("cache", config.cache.cache, config.cache.cache != "on", "nothing is frozen whose output could be kept"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "samples come in as they are"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-            ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch goes around the ring alone"),
+            ("freeze", freeze.freeze, freeze.freeze == "none", "the first module is trained to the end"),
+            ("shadow", freeze.shadow, not freeze.shadow_names(), "there are no votes"),
+            (
+                "cache",
+                config.cache.cache,
+                config.cache.cache != "on",
+                "no block is frozen, so there is no output to cache",
+            ),
+            ("mixup", optimizer.mixup, optimizer.mixup == 0, "images and labels are not mixed"),
+            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
+            ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch is one step"),
             ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
         ]
 

@@ -1,14 +1,13 @@
-"""One model in K modules on a ring of K - 1 ranks: backward passes of old batches while a new one goes forward.
+"""The stale ring: K modules on K - 1 ranks; backward passes of old batches run while a new batch goes forward.
 
     rank 0      module 1 ->                        -> module K, loss, back     a batch goes once around the ring
     rank 1               module 2 ->               |
     rank K-2                      ... module K-1 ->
 
-In step t module k computes batch t forward and at once batch t-K+k backward, with the error that the next module found
-in the step before. So its gradient is exact, and K-k steps old; only the last one's is new. The first and the last
-module share a rank, and with it an embedding that both use; labels stay there.
-Source: Yang et al., "Ouroboros: On Accelerating Training of Transformer-Based Language Models", NeurIPS 2019, arXiv
-1909.06695.
+In step t module k runs batch t forward and batch t-K+k backward, with the gradient that the next module computed in the
+step before. So its gradient is exact, and K-k steps old; only that of the last module is new. The first and the last
+module share a rank, and so an embedding that both use; labels stay there. Source: Yang et al., "Ouroboros: On
+Accelerating Training of Transformer-Based Language Models", NeurIPS 2019, arXiv 1909.06695.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ from hvfreeze.strategies.stale_ring.module import RingModule
 
 LANES = ("activations", "errors")
 EVALUATION = "evaluation.activations"
-"""The lane on which evaluation batches travel."""
+"""The lane on which evaluation batches are sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingFacts:
-    """The run as all ranks know it."""
+    """Facts of the run that are equal on all ranks."""
 
     segments: tuple[Segment, ...]
     """The blocks of each module."""
     stale_after: int
-    """Steps at the start whose gradients are all new."""
+    """Number of first steps without delayed gradients."""
     tied: tuple[str, ...]
     """Parameters that the first and the last module share."""
     tied_gradient: str
@@ -74,15 +73,15 @@ class RingFacts:
 
     @property
     def parts(self) -> int:
-        """Modules, K."""
+        """The number of modules, K."""
         return len(self.segments)
 
     def delay(self, part: int) -> int:
-        """Return how many steps the gradients of module `part`, from 0, are old."""
+        """Return the delay of the gradients of module `part`, from 0, in steps."""
         return self.parts - 1 - part
 
     def rank_of(self, part: int) -> int:
-        """Return which rank has a module: the last one is with the first."""
+        """Return the rank of a module: the last one is with the first."""
         return part % (self.parts - 1)
 
     def parts_of(self, rank: int) -> list[int]:
@@ -90,7 +89,7 @@ class RingFacts:
         return [part for part in range(self.parts) if self.rank_of(part) == rank]
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must have been made with."""
+        """Return what a checkpoint must match."""
         return {
             "segments": [list(segment) for segment in self.segments],
             "stale_after": self.stale_after,
@@ -100,19 +99,19 @@ class RingFacts:
 
 @dataclass(eq=False)
 class StaleRing:
-    """Trains this rank's modules; see `Strategy` for what its methods promise."""
+    """Trains this rank's modules; see `Strategy` for its methods."""
 
     cut: ClassVar[int] = 0
     """No block is ever frozen."""
     models: ClassVar[Sequence[str]] = (MODEL,)
     facts: RingFacts
     modules: Mapping[int, RingModule]
-    """This rank's, by number."""
+    """This rank's modules by number."""
     halves: Halves
     boundaries: Sequence[TensorLayout]
-    """Of a batch, by depth."""
+    """Layouts by depth, for a batch."""
     images: tuple[Inputs, Inputs]
-    """In training and in evaluation; read on the first rank alone."""
+    """Samples of training and of evaluation; read on the first rank only."""
     wire: Wire
     optimizer: torch.optim.Optimizer
     update: Update
@@ -122,13 +121,13 @@ class StaleRing:
     clip_grad: float | None
     """The largest norm of all modules' gradients."""
     steps: int = 0
-    """Made so far; the number of the batch to come."""
+    """Steps made so far; the number of the next batch."""
     _since: int = 0
-    """The first step of the pipeline that is under way: where another number of ranks has gone on, it starts empty."""
+    """The first step of the current pipeline: after a change of the number of ranks, it starts empty."""
     _errors: dict[int, Tensor] = field(default_factory=dict)
-    """By module, what has come for the batch that it is to go back with next."""
+    """The received gradient for the next backward pass of each module."""
     _expected: set[int] = field(default_factory=set)
-    """Modules for which an error is on its way."""
+    """Modules whose gradient is being received."""
     _signal_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -136,16 +135,16 @@ class StaleRing:
 
     @property
     def chain(self) -> Chain:
-        """The whole model's; this rank has only its own modules' tensors."""
+        """The whole model's number of blocks; this rank has only its own modules' tensors."""
         return self.halves.chain
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Get ready for these batches; those of the epoch before stay under way."""
+        """Prepare for these batches; those of the previous epoch stay in the pipeline."""
         if 0 in self.modules:
             announce(self.images[0 if training else 1], batches)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Send a batch around the ring, go back with the batches that are due, and update. Collective."""
+        """Send a batch around the ring, run the due backward passes, and update. Collective."""
         (batch,), clock, now = batches, self.clock, self.steps
         clock.enter("forward")
         self.halves.be_in_mode(training=True)
@@ -189,7 +188,7 @@ class StaleRing:
         return StepResult(losses={MODEL: loss}, answers=answers, leave=any_leaves)
 
     def settle(self) -> None:
-        """Do nothing: every block has one rank. Batches under way stay so."""
+        """Do nothing: every block is on one rank. Batches in the pipeline stay there."""
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the answers on the first rank. Collective."""
@@ -205,18 +204,18 @@ class StaleRing:
         return {MODEL: Answers(logits.float(), batch.labels)} if 0 in self.modules else {}
 
     def check(self, *, step: int) -> str:
-        """Return a digest over all blocks, equal wherever they lie. Collective."""
+        """Return a digest over all blocks, on whichever ranks they are. Collective."""
         mine = [block for module in self.modules.values() for block in range(*module.segment)]
         digests = block_digests(self.chain, mine)
         found = digests_of_all(self.world, self.chain, digests, name="ring.digest", step=step)
         return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, put together on rank 0. Collective."""
+        """Yield the model, gathered on rank 0. Collective."""
         yield WholeModel(MODEL, gather_model(self.world, self.chain, self._tensors(), name="ring.model"))
 
     def state_dict(self) -> State:
-        """Return this rank's modules, their optimizer state, and the batches that are under way."""
+        """Return this rank's modules, their optimizer state, and the batches in the pipeline."""
         self._collect()
         own = {
             "ring": self.facts.identity(),
@@ -230,7 +229,7 @@ class StaleRing:
         return State({}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same modules.
+        """Load a state of the same modules.
 
         Raises:
             RefusedError: it is of other modules.
@@ -238,7 +237,8 @@ class StaleRing:
         own = state.own
         if own["ring"] != self.facts.identity():
             raise RefusedError(
-                f"the checkpoint is of a ring of {own['ring']}, and this is one of {self.facts.identity()}"
+                f"the checkpoint belongs to a ring of {own['ring']}, but this run has {self.facts.identity()}; "
+                "resume with the settings of the checkpoint"
             )
         for name, tensor in self._tensors():
             tensor.data = own["tensors"][name].detach().clone()
@@ -254,7 +254,7 @@ class StaleRing:
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield for each rank of this ring the modules that it has; batches under way are dropped. Not a collective."""
+        """Yield for each rank of this ring its modules; batches in the pipeline are dropped. Not a collective."""
         tensors: dict[str, Tensor] = {}
         optimizer: dict[str, Any] = {}
         counts: Counter[str] = Counter()
@@ -278,7 +278,7 @@ class StaleRing:
             }
 
     def report(self) -> dict[str, Any]:
-        """Return what was exchanged, and what each rank had and did. Collective."""
+        """Return the exchanged bytes, and each rank's resource use. Collective."""
         by_rank = {
             "parameter_bytes": sum(tensor.nbytes for _, tensor in self._tensors()),
             "optimizer_bytes": optimizer_bytes(self.optimizer),
@@ -312,7 +312,7 @@ class StaleRing:
         return max(self.facts.stale_after, self._since)
 
     def _forward(self, part: int, batch: Batch, *, waits: bool) -> Tensor:
-        """Compute a module for the step's batch, and send its output on."""
+        """Run a module for the step's batch, and send its output on."""
         module, number = self.modules[part], self.steps
         start, stop = module.segment
         if part == 0:
@@ -326,7 +326,7 @@ class StaleRing:
         return y
 
     def _backward(self, part: int) -> None:
-        """Go back with the batch that is due for a module, and send the error of its input to the one before."""
+        """Run the due backward pass of a module, and send the gradient of its input to the previous one."""
         module, facts = self.modules[part], self.facts
         due = stale_batch(self.steps, delay=facts.delay(part), since=self._first_stale())
         if due is None:
@@ -335,17 +335,17 @@ class StaleRing:
         error = None if part == facts.parts - 1 else self._error(part, due)
         found = module.backward(due, error)
         if part > 0:
-            assert found is not None, "every block uses its input"
+            assert found is not None, "every block must use its input"
             self._put(module.segment[0], found, part - 1, "errors", due)
 
     def _error(self, part: int, batch: int) -> Tensor:
-        """Return the error of a module's output for a batch."""
+        """Return the gradient of a module's output for a batch."""
         self._expected.discard(part)
         kept = self._errors.pop(part, None)
         return self._get(self.modules[part].segment[1], part + 1, "errors", batch) if kept is None else kept
 
     def _expect(self) -> None:
-        """Let the errors that the next step needs, and that this one has sent, arrive meanwhile."""
+        """Start to receive the gradients that the next step needs and that this one has sent."""
         for part, module in self.modules.items():
             due = self._due(part)
             if due is not None:
@@ -354,7 +354,7 @@ class StaleRing:
                 self._expected.add(part)
 
     def _collect(self) -> None:
-        """Take in the errors that are on their way, which a checkpoint must hold."""
+        """Receive all pending gradients, which a checkpoint must contain."""
         for part in sorted(self._expected):
             due = self._due(part)
             assert due is not None
@@ -362,20 +362,20 @@ class StaleRing:
         self._expected.clear()
 
     def _due(self, part: int) -> int | None:
-        """Return the batch with which a module goes back in the step to come, where its error comes before that."""
+        """Return the batch of a module's backward pass in the next step, if its gradient is sent before that."""
         if part == self.facts.parts - 1 or self.steps < self._first_stale():
             return None
         return stale_batch(self.steps, delay=self.facts.delay(part), since=self._first_stale())
 
     def _weigh_tied(self) -> None:
-        """Halve the gradients of parameters that both ends use, where that is asked for."""
+        """Halve the gradients of parameters that both ends use, if requested."""
         if self.facts.tied_gradient == "half":
             for name, parameter in self._named():
                 if name in self.facts.tied and parameter.grad is not None:
                     parameter.grad.mul_(0.5)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return what this rank holds."""
+        """Return the tensors that this rank holds."""
         return [pair for module in self.modules.values() for pair in tensors_of(self.chain, module.segment)]
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -388,6 +388,6 @@ class StaleRing:
         self.wire.put(flat, to=self.facts.rank_of(part), lane=lane, seq=seq)
 
     def _get(self, depth: int, part: int, lane: str, seq: int) -> Tensor:
-        """Return what the rank of module `part` has sent."""
+        """Return the tensor that the rank of module `part` has sent."""
         with self.clock.within("allreduce"):
             return receive(self.wire, self.boundaries[depth], source=self.facts.rank_of(part), lane=lane, seq=seq)

@@ -1,1 +1,1 @@
-"""Independent Subnet Training: the hidden neurons of an MLP are dealt to the ranks anew in each round."""
+"""Independent Subnet Training: the hidden neurons of an MLP are redistributed to the ranks in each round."""

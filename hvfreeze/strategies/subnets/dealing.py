@@ -1,10 +1,10 @@
-"""Who owns which neurons of an MLP, to whom they are dealt in a round, and the exchange of their entries for that.
+"""The distribution of an MLP's neurons: their owners, their random assignment to ranks per round, and the exchange.
 
-Every rank owns a range of each hidden layer's neurons, with what belongs to them: the rows of their own layer's matrix,
-their BatchNorm's scale and shift, and for the last hidden layer the columns of the head's matrix. In a round the
-neurons of each layer are dealt to all ranks without replacement; rank r trains the network of its neurons alone, which
-of a matrix between two hidden layers has one of n^2 equal blocks. All ranks draw alike, so no list of neurons travels.
-Nothing is added up on the way from owners to trainers and back.
+Every rank owns a range of each hidden layer's neurons, with their rows of the layer's matrix, their BatchNorm scale and
+shift and, for the last hidden layer, their columns of the head's matrix. In a round the neurons of each layer are dealt
+to all ranks without replacement. Rank r trains the network of its neurons alone, which of a matrix between two hidden
+layers has one of n^2 equal blocks. All ranks draw the same random numbers, so no list of neurons is sent. Nothing is
+summed on the way from owners to trainers and back.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.model.mlp import Mlp
 
 DEALING = 0x646561
-"""Keeps these draws apart from those of other uses of the same seed: "dea" in ASCII."""
+"""Separates these random draws from others with the same seed: "dea" in ASCII."""
 Range = tuple[int, int]
 Deal = tuple[tuple[Tensor, ...], ...]
-"""A round's neurons: `[layer][rank]` are the rank's, (k,) int64 ascending; all ranks' are a permutation."""
+"""A round's neurons: `[layer][rank]` are the rank's, (k,) int64 ascending; together they are a permutation."""
 
 
 def range_of(width: int, *, rank: int, size: int) -> Range:
-    """Return the neurons lo..hi-1 of a layer that a rank owns; of a rest, the first ranks have one each."""
+    """Return the neurons lo..hi-1 of a layer that a rank owns; of a remainder, the first ranks get one each."""
     least, more = divmod(width, size)
     start = rank * least + min(rank, more)
     return start, start + least + (rank < more)
 
 
 def deal(widths: Sequence[int], *, size: int, seed: int, number: int) -> Deal:
-    """Return the deal of round `number` of hidden layers with these widths to `size` ranks.
+    """Return the deal of round `number` for hidden layers with these widths and `size` ranks.
 
-    Each owner shuffles its neurons, and they are dealt out in turn, owner after owner. So how many neurons of which
-    owner a rank gets is the same in every round, and equal but for one.
+    Each owner shuffles its neurons, and they are dealt in turn, owner after owner. So the number of neurons that a rank
+    gets from an owner is the same in every round, and equal for all ranks up to one.
     """
     hands = []
     for layer, width in enumerate(widths):
@@ -51,15 +51,15 @@ def deal(widths: Sequence[int], *, size: int, seed: int, number: int) -> Deal:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Which neurons the dimensions of a parameter stand for."""
+    """The neurons that the dimensions of a parameter stand for."""
 
     name: str
-    """In the Mlp."""
+    """Name of the parameter in the Mlp."""
     shape: tuple[int, ...]
     layers: tuple[int | None, ...]
-    """For each dimension the hidden layer, from 0, of which it has an entry a neuron; None is kept whole."""
+    """For each dimension the hidden layer, from 0, with one entry per neuron; None if it is not divided."""
     owned: int
-    """The dimension by which the parameter is shared out to its owners."""
+    """The dimension by which the parameter is divided among its owners."""
 
     @property
     def layer(self) -> int:
@@ -86,10 +86,10 @@ def parameters_of(mlp: Mlp) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class Table:
-    """Who holds what of the parameters of an Mlp, before the deal and in a round.
+    """The owners of the parameters of an Mlp, and the pieces of a round.
 
-    A piece is what a rank trains; `piece` and `owners_part` take its whole dimensions and its neurons in ascending
-    order, so that the parts of rank 0, 1, ... of one piece follow each other along the owned dimension.
+    A piece is what a rank trains. `piece` and `owners_part` take undivided dimensions and the rank's neurons in
+    ascending order, so that the parts of rank 0, 1, ... of a piece follow each other along the owned dimension.
     """
 
     widths: tuple[int, ...]
@@ -102,7 +102,7 @@ class Table:
         return cls(mlp.widths, tuple(parameters_of(mlp)), size)
 
     def hand_sizes(self, rank: int) -> tuple[int, ...]:
-        """Return how many neurons of each hidden layer a rank is dealt in every round."""
+        """Return the number of neurons of each hidden layer that a rank gets in every round."""
         return tuple(len(range(rank, width, self.size)) for width in self.widths)
 
     def own_range(self, parameter: Parameter, owner: int) -> Range:
@@ -110,17 +110,17 @@ class Table:
         return range_of(self.widths[parameter.layer], rank=owner, size=self.size)
 
     def own_shape(self, parameter: Parameter, owner: int) -> tuple[int, ...]:
-        """Return the shape of what `owner` has of a parameter."""
+        """Return the shape of `owner`'s part of a parameter."""
         start, stop = self.own_range(parameter, owner)
         return (*parameter.shape[: parameter.owned], stop - start, *parameter.shape[parameter.owned + 1 :])
 
     def own_part(self, parameter: Parameter, whole: Tensor, owner: int) -> Tensor:
-        """Return the entries of a whole parameter that `owner` has; they share its memory."""
+        """Return `owner`'s entries of a whole parameter; they share its memory."""
         start, stop = self.own_range(parameter, owner)
         return whole.narrow(parameter.owned, start, stop - start)
 
     def indices(self, parameter: Parameter, dealt: Deal, *, owner: int, rank: int) -> tuple[Tensor, ...]:
-        """Return for each dimension which entries of what `owner` has are rank's in this deal, in ascending order."""
+        """Return for each dimension which entries of `owner`'s part are rank's in this deal, in ascending order."""
         found = []
         for dimension, layer in enumerate(parameter.layers):
             if layer is None:
@@ -134,7 +134,7 @@ class Table:
         return tuple(found)
 
     def part_shape(self, parameter: Parameter, *, owner: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of the part of rank's piece that `owner` has, the same in every round."""
+        """Return the shape of `owner`'s part of rank's piece, the same in every round."""
         shape = list(parameter.shape)
         for dimension, layer in enumerate(parameter.layers):
             if layer is not None:
@@ -143,11 +143,11 @@ class Table:
         return tuple(shape)
 
     def message_bytes(self, *, owner: int, rank: int) -> int:
-        """Return the bytes that `owner` deals to `rank` in a round, and gets back at its end."""
+        """Return the bytes that `owner` sends to `rank` in a round, and gets back at its end."""
         return 4 * sum(math.prod(self.part_shape(p, owner=owner, rank=rank)) for p in self.parameters)
 
     def wire_bytes(self) -> int:
-        """Return the bytes that all ranks together send to deal a round; as many come back."""
+        """Return the bytes that all ranks send to deal a round; as many come back."""
         pairs = [(owner, rank) for owner in range(self.size) for rank in range(self.size) if owner != rank]
         return sum(self.message_bytes(owner=owner, rank=rank) for owner, rank in pairs)
 
@@ -164,14 +164,14 @@ class Table:
         return {p.name: held[p.name] / math.prod(p.shape) for p in self.parameters}
 
     def _shared(self, layer: int, *, owner: int, rank: int) -> int:
-        """Return how many of the owner's neurons of a layer the rank is dealt."""
+        """Return the number of the owner's neurons of a layer that the rank gets."""
         start, stop = range_of(self.widths[layer], rank=owner, size=self.size)
         # Places start..stop-1 of the shuffled neurons; those that leave `rank` when divided by `size` are the rank's.
         return len(range(start + (rank - start) % self.size, stop, self.size))
 
 
 def take(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """Return the entries in the product of `indices`, one for each dimension; a copy."""
+    """Return the entries in the product of `indices`, one index per dimension; a copy."""
     for dimension, chosen in enumerate(indices):
         tensor = tensor.index_select(dimension, chosen)
     return tensor
@@ -183,24 +183,25 @@ def put(tensor: Tensor, indices: Sequence[Tensor], entries: Tensor) -> None:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the entries of tensors behind each other."""
+    """Return the entries of tensors, concatenated."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 DEALT, RETURNED, SEEN, WHOLE = "dealt", "returned", "evaluation.returned", "evaluation.whole"
 LANES = (DEALT, RETURNED, SEEN, WHOLE)
-"""From owners to trainers, back at a round's end, back in its middle to be looked at, and to all ranks to be so."""
+"""Lanes: from owners to trainers, back at a round's end, back inside a round for a view, and to all ranks for a
+view."""
 
 
 class Exchange:
-    """Holds this rank's entries and moves them; every method but `give_up_whole` is a collective.
+    """Holds this rank's entries and exchanges them; every method except `give_up_whole` is a collective.
 
     Args:
-        table: who holds what.
-        whole: the module whose parameters are shared out; they are there while the model is looked at.
-        piece: the network of this rank's neurons, of which the entries change with every deal.
-        wire: between all ranks.
-        rank: this one.
+        table: the owners and pieces.
+        whole: the module whose parameters are divided; they exist while the whole model is needed.
+        piece: the network of this rank's neurons, whose entries change with every deal.
+        wire: lanes between all ranks.
+        rank: this rank.
     """
 
     def __init__(self, table: Table, whole: Mlp, piece: Mlp, wire: Wire, *, rank: int) -> None:
@@ -211,7 +212,7 @@ class Exchange:
 
     @torch.no_grad()
     def deal(self, dealt: Deal) -> None:
-        """Give every rank its piece."""
+        """Send every rank its piece."""
         table = self.table
 
         def give(rank: int) -> Tensor:
@@ -223,7 +224,7 @@ class Exchange:
 
     @torch.no_grad()
     def give_back(self, dealt: Deal, *, lane: str) -> None:
-        """Put every rank's piece, as it is, where its owners have it."""
+        """Send every rank's piece, as it is, to its owners."""
         table = self.table
 
         def give(owner: int) -> Tensor:
@@ -251,7 +252,7 @@ class Exchange:
         return self.table.indices(p, dealt, owner=self.rank, rank=rank)
 
     def _place(self, p: Parameter, owner: int) -> Tensor:
-        """Return the entries of this rank's piece that `owner` has; they share its memory."""
+        """Return `owner`'s entries of this rank's piece; they share its memory."""
         lengths = [self.table.part_shape(p, owner=each, rank=self.rank)[p.owned] for each in range(owner + 1)]
         return self._piece[p.name].narrow(p.owned, sum(lengths[:-1]), lengths[-1])
 
@@ -260,7 +261,7 @@ class Exchange:
     ) -> Iterator[tuple[Parameter, int, Tensor]]:
         """Send every rank the entries that `give` returns for it; yield (parameter, rank, its entries for this one).
 
-        The entries of a rank are flat, parameter after parameter; `shape` says what they are formed to.
+        The entries of a rank are concatenated; `shape` returns the shape of each parameter's part.
         """
         ranks = range(self.table.size)
         for rank in ranks:

@@ -17,7 +17,7 @@ class SubnetsConfig(StrategyConfig):
     """The neurons of an MLP are dealt to the ranks, which train theirs alone for some steps."""
 
     strategy: str = "subnets"
-    local_steps: Round = setting(10, "J", "optimizer steps that a rank makes alone in a round")
+    local_steps: Round = setting(10, "J", "optimizer steps that a rank trains alone in a round")
 
     builder = "hvfreeze.strategies.subnets.strategy:open_subnets"
     page = "subnets"
@@ -26,23 +26,33 @@ class SubnetsConfig(StrategyConfig):
     evaluates_more = batch_statistics = True
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Refuse settings that need the whole network on a rank."""
+        """Return the settings that need the whole network on a rank."""
         freeze, optimizer = config.freeze, config.optimizer
         return [
-            ("freeze", freeze.freeze, freeze.freeze in ("none", "static"), "all blocks before the MLP are frozen"),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "there is no vote"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "no gradient travels"),
-            ("optimizer", optimizer.optimizer, optimizer.optimizer == "sgd", "what others remember is other neurons'"),
+            (
+                "freeze",
+                freeze.freeze,
+                freeze.freeze in ("none", "static"),
+                "all blocks before the MLP are always frozen",
+            ),
+            ("shadow", freeze.shadow, freeze.shadow == "none", "there are no votes"),
+            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
+            (
+                "optimizer",
+                optimizer.optimizer,
+                optimizer.optimizer == "sgd",
+                "neurons change ranks, but optimizer state stays; choose sgd",
+            ),
         ]
 
     def has_trunk(self, config: Any) -> bool:
-        """Tell whether the MLP is the head of another model."""
+        """Return True if the MLP is the head of another model."""
         return parse_mlp("head", config.head.head) is not None
 
     def cuts(self, config: Any) -> bool:
-        """Tell whether the MLP is the head of another model."""
+        """Return True if the MLP is the head of another model."""
         return self.has_trunk(config)
 
     def unread(self, leaf: str, *, ranks: int) -> str | None:
-        """Return None: neurons are dealt anew on one rank too."""
+        """Return None: neurons are dealt on a single rank too."""
         return None

@@ -1,12 +1,12 @@
-"""The hidden neurons of an MLP are dealt to the ranks in every round; each trains the network of its neurons alone.
+"""Independent Subnet Training: deals the hidden neurons of an MLP to the ranks in every round, each training its own.
 
-    round:  deal -> step -> ... -> step (nothing travels) -> pieces go back to their owners, and the next round begins
+    round:  deal -> step -> ... -> step (no messages) -> return the pieces to their owners, and start the next round
 
-No rank holds the whole MLP but while it is looked at. Pieces have no entry in common, so that nothing is averaged.
-Source: Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training" (VLDB
-2022, arXiv 1910.02120). In training BatchNorm is their program's: it normalises each rank's own batch. For evaluation
-they normalise by the batch that is evaluated; here the whole network's statistics are taken from the batches of the
-last step, so that what an image is given does not depend on the others.
+No rank holds the whole MLP except while it is evaluated or saved. Pieces have no entry in common, so nothing is
+averaged. Source: Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet
+Training" (VLDB 2022, arXiv 1910.02120). In training, BatchNorm normalises each rank's own batch, as in their program.
+For evaluation they normalise by the evaluated batch; here the whole network's statistics come from the batches of the
+last step, so that an image's result does not depend on other images.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hvfreeze.strategies.subnets.settings import SubnetsConfig
 
 
 class Place(NamedTuple):
-    """Where the MLP stands in a chain."""
+    """The position of the MLP in a chain."""
 
     mlp: Mlp
     name: str
-    """Of the module, with a dot behind it; empty where it is the whole model."""
+    """Name of the module with a trailing dot; empty if it is the whole model."""
     cut: int
-    """Blocks before it."""
+    """Number of blocks before it."""
     before: tuple[Call, ...]
-    """What runs in its block before it."""
+    """The modules before it in its block."""
 
 
 def open_subnets(context: BuildContext, config: Config) -> Subnets:
-    """Return the strategy for a run. Collective.
+    """Return the subnets strategy of a run. Collective.
 
     Raises:
         UsageError: settings do not go with subnets, the model has no MLP at its end, or it has too few neurons; on all
@@ -78,12 +78,12 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     rounds = Rounds(world, SubnetsConfig.of(config).local_steps)
     widths = " and ".join(map(str, table.hand_sizes(0)))
     context.say(
-        f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons a rank, dealt anew every "
-        f"{'step' if rounds.local_steps == 1 else f'{rounds.local_steps} steps'}; {2 * table.wire_bytes()} bytes a "
-        "round over all ranks"
+        f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons per rank, redistributed every "
+        f"{('step' if rounds.local_steps == 1 else f'{rounds.local_steps} steps')}; {2 * table.wire_bytes()} bytes "
+        "per round over all ranks"
     )
     if place.cut and config.model.weights == "none":
-        context.say("note: the trunk keeps its random initialisation; --weights gives it one that was trained")
+        context.say("note: the trunk is randomly initialised; use --weights for a pretrained trunk")
     first = context.feed.epoch(0)[:1]
     return Subnets(
         replica,
@@ -100,24 +100,24 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
 
 
 def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
-    """Return where the MLP is; refuse settings that do not go with subnets, and models that do not."""
+    """Return the position of the MLP; raises UsageError if the settings or the model do not go with subnets."""
     found = mlp_of(chain.model)
     if found is None:
         raise UsageError(
-            f"--strategy (subnets) deals out the hidden neurons of an MLP, and {config.model.model} has none: pass "
-            "--model mlp-512x512, or --head mlp-2048 for one on this model, whose own blocks are then frozen"
+            f"--strategy (subnets) distributes the hidden neurons of an MLP, but {config.model.model} has no MLP; "
+            "use --model mlp-512x512, or --head mlp-2048 to put an MLP on this model, whose blocks are then frozen"
         )
     name, mlp = found
     cut = len(chain.blocks) - 1 if name else 0
     if config.freeze.cut not in (None, cut):
-        why = "all blocks before the MLP are frozen"
+        why = "all blocks before the MLP are always frozen"
         raise UsageError(f"--cut ({config.freeze.cut}) must be left out with --strategy subnets: {why}")
     least = min(mlp.widths)
     if least < ranks:
         flag, value = ("head", config.head.head) if name else ("model", config.model.model)
         raise UsageError(
-            f"--{flag} ({value}) must have at least {ranks} neurons in each hidden layer, one for each rank, and one "
-            f"has {least}: give it more, or start fewer ranks"
+            f"--{flag} ({value}) must have at least {ranks} neurons in each hidden layer, one per rank, but one "
+            f"layer has {least}; use a wider MLP or fewer ranks"
         )
     if not name:
         return Place(mlp, "", 0, ())
@@ -126,8 +126,8 @@ def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
     if beside:
         raise UsageError(
             f"--blocks ({config.model.blocks}): the last block of {config.model.model}, {block.name}, must have no "
-            f"parameters beside the MLP, and has {beside[0]}; choose blocks of which the MLP is one, or a model such "
-            "as resnet18, whose last layer is one"
+            f"parameters except the MLP, but has {beside[0]}; choose --blocks so that the MLP is a block, or a "
+            "model such as resnet18, which ends in a single layer"
         )
     steps = block.steps
     # An Mlp is an nn.Sequential too, and is dealt out as a whole.
@@ -139,27 +139,27 @@ def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
         steps = (*steps[:-1], *steps[-1])
     if steps[-1] is not mlp:
         raise UsageError(
-            f"--model ({config.model.model}) must end with the MLP, {name}, and something follows it there; choose a "
-            "model such as resnet18"
+            f"--model ({config.model.model}) must end with the MLP, but other layers follow {name}; choose a model "
+            "such as resnet18"
         )
     return Place(mlp, f"{name}.", cut, steps[:-1])
 
 
 @dataclass(eq=False)
 class Piece:
-    """The network of this rank's neurons, and how it is trained; its optimizer begins anew with every deal."""
+    """The network of this rank's neurons and its training; its optimizer is reset with every deal."""
 
     mlp: Mlp
     settings: OptimizerConfig
     head: Collection[str]
-    """Names of the parameters that have the head's learning rate."""
+    """Names of the parameters with the head's learning rate."""
     update: Update = field(init=False)
 
     def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what the optimizer remembers of other neurons."""
+        """Reset the optimizer's state, which belongs to other neurons."""
         named = self.mlp.named_parameters()
         optimizer = open_optimizer(named, self.settings, head=self.head)
         self.update = Update(optimizer, self.settings)
@@ -173,26 +173,26 @@ class Subnets(RoundStrategy):
     """
 
     whole: Mlp
-    """The last part of the replica's model; its parameters are there only while it is looked at."""
+    """The MLP of the replica's model; its parameters exist only while the whole model is needed."""
     before: Sequence[Call]
-    """What stands between the trunk's output and the MLP, such as dropout; without parameters."""
+    """Modules between the trunk's output and the MLP, such as dropout; without parameters."""
     piece: Piece
     exchange: Exchange
     seed: int
-    """Of the deals."""
+    """Seed of the deals."""
     _batches: list[Batch]
-    """Of the last step, or of the first that will be: the whole network's statistics are those of them."""
+    """Batches of the last step, or of the first one to come, which determine the whole network's statistics."""
     _dealt: Deal | None = None
-    """The round's; None before its first step."""
+    """The deal of the round; None before its first step."""
     _statistics: list[Tensor] | None = None
-    """Of the whole network, when it was looked at since the last step."""
+    """Digest of the whole network, if it was assembled since the last step."""
     _shown: bool = False
     _collective_bytes: int = 0
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make a step of this rank's piece alone; where a round begins and ends, all ranks meet.
+        """Make a step of this rank's piece alone; all ranks synchronize at the begin and end of a round.
 
-        Collective there; at its end it is known too that a rank was asked to leave, or met numbers that are not finite.
+        Collective there; at the end it also becomes known that a rank was asked to leave, or met NaN or Inf.
         """
         if self._shown:
             self.exchange.give_up_whole()
@@ -216,12 +216,12 @@ class Subnets(RoundStrategy):
         return StepResult(result.losses, result.answers, leave=leaves)
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
-        """Return the logits of an evaluation batch. Collective, unless the model is looked at already."""
+        """Return the logits of an evaluation batch. Collective, unless the whole model is assembled already."""
         self._look()
         return self.replica.predict(batch)
 
     def state_dict(self) -> State:
-        """Return what this rank owns and trains, and the place in the round; also while the whole is looked at."""
+        """Return this rank's own and trained entries, and the position in the round; also for an assembled model."""
         piece = {}
         if self._dealt is not None:
             weights = {name: parameter.detach() for name, parameter in self.piece.mlp.named_parameters()}
@@ -239,7 +239,7 @@ class Subnets(RoundStrategy):
         return State({"frozen": frozen, "other_bytes": self._collective_bytes}, own)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state of the same rank."""
+        """Load a state of the same rank."""
         shared, own = state
         self.replica.freezer.load_state_dict(own["freezer"])
         with torch.no_grad():
@@ -266,9 +266,9 @@ class Subnets(RoundStrategy):
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield for each rank what it owns of the model with the pieces put back; a round begins. Not a collective.
+        """Yield for each rank its owned entries, with the pieces returned; starts a round. Not a collective.
 
-        The optimizer begins anew, as with every deal.
+        The optimizer is reset, as with every deal.
         """
         before = list(owns)
         counts: Counter[str] = Counter()
@@ -290,7 +290,7 @@ class Subnets(RoundStrategy):
             }
 
     def report(self) -> dict[str, Any]:
-        """Return what the replica reports, and how often, by how many bytes and for how much ranks met. Collective."""
+        """Return the replica's report, and the number, bytes and seconds of synchronizations. Collective."""
         table, sent = self.exchange.table, self._sent_by_all()
         ranks = range(table.size)
         own = [4 * sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in ranks]
@@ -314,14 +314,14 @@ class Subnets(RoundStrategy):
         return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds.ended)
 
     def _inputs(self, features: Tensor) -> Tensor:
-        """Return what the MLP is given for the trunk's output."""
+        """Return the input of the MLP for the trunk's output."""
         with torch.no_grad(), in_precision(self.replica.halves.precision):
             for call in self.before:
                 features = call(features)
         return features
 
     def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
-        """Make an optimizer step of this rank's piece. Raises NumericsError, before the update, on this rank alone."""
+        """Make an optimizer step of this rank's piece. Raises NumericsError, before the update, on this rank only."""
         clock, count, logits_of, value = self.replica.clock, len(batches), [], 0.0
         objective, step = self.replica.objective, self.replica.freezer.step
         self.piece.update.optimizer.zero_grad()
@@ -339,8 +339,8 @@ class Subnets(RoundStrategy):
             clock.enter("backward")
             loss.backward()
         if not math.isfinite(value) or not self.piece.update.gradients_are_finite():
-            what = "the gradients are" if math.isfinite(value) else "the loss is"
-            raise not_finite(step, f"{what} not finite", self.replica.advice)
+            what = "the gradients contain NaN or Inf" if math.isfinite(value) else "the loss is NaN or Inf"
+            raise not_finite(step, what, self.replica.advice)
         clock.enter("optimizer")
         self.piece.update.make(rate)
         clock.enter("data")
@@ -348,7 +348,7 @@ class Subnets(RoundStrategy):
         return StepResult(losses={MODEL: value}, answers=answers, leave=False)
 
     def _look(self) -> None:
-        """Show the whole model as it is, until the next step. Collective."""
+        """Assemble the whole model as it is, until the next step. Collective."""
         if self._shown:
             return
         self.replica.take_place()
@@ -367,7 +367,7 @@ class Subnets(RoundStrategy):
 
     @torch.no_grad()
     def _take_statistics(self) -> int:
-        """Let BatchNorm know the last step's batches of all ranks; return the bytes that were sent. Collective."""
+        """Set BatchNorm's statistics from the last step's batches of all ranks; return the bytes sent. Collective."""
         norms = [module for module in self.whole.modules() if isinstance(module, torch.nn.BatchNorm1d)]
         momentum = [norm.momentum for norm in norms]
         # Dropout before the MLP would move the generator, and is not there when an image is evaluated.
@@ -390,7 +390,7 @@ class Subnets(RoundStrategy):
 
     @torch.no_grad()
     def _whole_of(self, owns: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the MLP's parameters from the own states of all ranks, with their pieces put back."""
+        """Return the MLP's parameters from the own states of all ranks, with their pieces returned."""
         table = replace(self.exchange.table, size=len(owns))
         whole = {p.name: torch.empty(p.shape) for p in table.parameters}
         for owner, own in enumerate(owns):

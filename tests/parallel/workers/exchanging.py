@@ -233,7 +233,7 @@ def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
     reducer = low_rank(world, parameters(), uncompressed_steps=0)
     if world.rank == world.size - 1:
         reducer._exchange.low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
-    raises(reducer.begin, f"rank {world.size - 1} computes other bits than rank 0")
+    raises(reducer.begin, f"rank {world.size - 1} and rank 0 compute different bits")
     raises(lambda: Reducer(world, compression="powersgd:0").carry([]), "powersgd:R with R in 1..256")
 
 
@@ -280,12 +280,15 @@ def check_other_numbers_of_passes_are_refused(world: World) -> None:
     named = parameters()
     reducer = Reducer(world)
     reducer.carry(named)
-    raises(lambda: backward(named, gradients(0, 0)), "backward pass 1 where 0 may be between begin() and finish()")
+    raises(
+        lambda: backward(named, gradients(0, 0)),
+        "this is backward pass 1, but only 0 may run between begin() and finish()",
+    )
     reducer.begin()
     backward(named, gradients(0, 0))
-    raises(lambda: backward(named, gradients(0, 0)), "backward pass 2 where 1 may be")
+    raises(lambda: backward(named, gradients(0, 0)), "this is backward pass 2, but only 1 may run")
     reducer.finish()
-    raises(lambda: backward(named, gradients(0, 0)), "give begin(passes=N)")
+    raises(lambda: backward(named, gradients(0, 0)), "use begin(passes=N)")
     reducer.begin(passes=2)
     backward(named, gradients(0, 0))
     raises(reducer.finish, "finish() after 1 of 2 backward passes")
@@ -355,7 +358,7 @@ def check_double_precision_is_kept_and_others_are_refused(world: World) -> None:
     assert reducer.gradients_are_finite()
     raises(
         lambda: reducer.carry([("half", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))]),
-        "parameter half is bfloat16; gradients of float32 and float64",
+        "parameter half has dtype bfloat16, but only float32 and float64",
     )
 
 

@@ -278,7 +278,7 @@ def check_a_line_whose_ranks_count_a_vote_otherwise_is_stopped(trial: Trial) -> 
     try:
         run(trial.grid("miscounted", (size, 1, 1), **VOTED), trial.world)
     except DivergedError as error:
-        assert f"rank {size - 1} has cut 1 and rank 0 cut 0" in str(error) and error.everywhere
+        assert f"rank {size - 1} has cut 1 and rank 0 has cut 0" in str(error) and error.everywhere
     else:
         raise AssertionError("ranks went on with different cuts")
     finally:

@@ -140,14 +140,14 @@ def check_all_ranks_learn_of_numbers_that_are_not_finite(trial: Trial) -> None:
     def step(self: DataParallel, batches: Sequence[Batch], *, rate: float, leave: bool) -> Any:
         calls[0] += 1
         if trial.world.rank == last and calls[0] == 2:
-            raise NumericsError("step 1: the loss is not finite")
+            raise NumericsError("step 1: the loss is NaN or Inf")
         return make_step(self, batches, rate=rate, leave=leave)
 
     with patch.object(DataParallel, "step", step):
         try:
             run(trial.config("broken", local_steps=3), trial.world)
         except NumericsError as error:
-            assert error.everywhere and str(error) == f"rank {last}: step 1: the loss is not finite"
+            assert error.everywhere and str(error) == f"rank {last}: step 1: the loss is NaN or Inf"
             # The broken one makes no more steps, the others end the round.
             assert calls[0] == (2 if trial.world.rank == last else 3)
         else:

@@ -218,7 +218,7 @@ def check_a_rank_that_finds_another_process_there_is_not_given_its_memory(world:
     other = patch.object(node_memory.os, "readlink", lambda place: "/memfd:another (deleted)")
     with other if node.place else patch.dict({}):
         memory, why = node_memory.share_memory(world, node, 100, name="test.other")
-    assert memory is None and ("do not see each other's processes" in why if world.size > 1 else not why)
+    assert memory is None and ("cannot see each other's processes" in why if world.size > 1 else not why)
 
 
 def check_pixels_that_do_not_fit_are_streamed(world: World) -> None:

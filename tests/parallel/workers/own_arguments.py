@@ -143,15 +143,15 @@ def check_what_cannot_be_is_refused_by_name(world: World) -> None:
     raises(ValueError, "gradient_predivide_factor (2.0)", lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0))
     raises(ValueError, "backward_passes_per_step (0)", lambda: wrap(backward_passes_per_step=0))
     first = next(model.parameters())
-    for groups, words in ((0, "at least 1"), ([["a"]], "lists of parameters"), ([[first], [first]], "one of them")):
+    for groups, words in ((0, "at least 1"), ([["a"]], "lists of parameters"), ([[first], [first]], "in two groups")):
         raises(ArgumentError, words, lambda groups=groups: wrap(groups=groups))  # type: ignore[misc]
-    raises(UsageError, "hvd.add_process_set() comes before it", lambda: wrap(process_set=hvd.ProcessSet([0])))
+    raises(UsageError, "call hvd.add_process_set() first", lambda: wrap(process_set=hvd.ProcessSet([0])))
 
 
 def check_groups_are_taken_and_it_is_told_once_that_they_do_nothing(world: World) -> None:
     LINES.clear()
     compare(dense, momentum, groups=2)
-    beside = ("votes by ", "nothing will be frozen: settings", "freed memory returns")
+    beside = ("votes by ", "no block will be frozen: settings", "freed memory returns")
     told = [line for line in LINES if not line.startswith(beside)]
     assert [line.startswith("groups has no effect") for line in told] == [True] * (world.rank == 0), told
     model = dense()
@@ -301,7 +301,7 @@ def check_scaling_before_the_average_is_refused(world: World) -> None:
     model, scaler = dense(), torch.amp.GradScaler("cpu")
     wrapped = DistributedOptimizer(momentum([*model.parameters()]), model=model)
     scaler.scale(loss_of(model, torch.Generator())).backward()
-    raises(UsageError, "GradScaler.step() without synchronize()", lambda: scaler.step(wrapped))
+    raises(UsageError, "GradScaler.step() must follow synchronize()", lambda: scaler.step(wrapped))
     wrapped.synchronize()
 
 

@@ -113,18 +113,18 @@ def check_what_would_lose_gradients_is_refused(world: World) -> None:
     optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
     images, labels = next(batches(world.rank))
     functional.cross_entropy(model(images), labels).backward()
-    raises(UsageError, "zero_grad() between backward() and step()", optimizer.zero_grad)
+    raises(UsageError, "zero_grad() must not be called between backward() and step()", optimizer.zero_grad)
     optimizer.step()
     functional.cross_entropy(model(images), labels).backward()
     if world.size > 1:
         with optimizer.skip_synchronize():
-            raises(UsageError, "without synchronize() before it", optimizer.step)
+            raises(UsageError, "must follow synchronize()", optimizer.step)
     optimizer.step()
     if world.size > 1:
         optimizer.zero_grad()
         functional.cross_entropy(model(images), labels).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        raises(UsageError, "call synchronize() before they are clipped", optimizer.step)
+        raises(UsageError, "call synchronize() before you clip", optimizer.step)
         abandon(optimizer)
 
 

@@ -45,7 +45,7 @@ def start(how: str) -> World:
 
 
 def check_how_long_horovod_rests(world: World) -> None:
-    lines = [line for line in told if "computing threads fill the nodes' cores" in line]
+    lines = [line for line in told if "computing threads use all cores of the nodes" in line]
     assert isinstance(world, HorovodWorld) and isinstance(world, RunningWorld) == started
     if started:
         assert CYCLE_TIME not in os.environ

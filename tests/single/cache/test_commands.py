@@ -91,7 +91,7 @@ def test_rm_removes_our_files_and_nothing_else(tmp_path: Path, capsys: pytest.Ca
     link.symlink_to(kept)
     assert rm(cache) == 3
     out = capsys.readouterr().out
-    assert out.count("removed") == 4 and f"left: it is no regular file  {link}" in out
+    assert out.count("removed") == 4 and f"kept: it is not a regular file  {link}" in out
     assert not any(path.exists() for path in (whole, partial, *left_over))
     assert kept.exists() and link.is_symlink() and foreign.exists() and (cache / "notes.txt").exists()
 
@@ -142,7 +142,7 @@ def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
 
 def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -> None:
     for command in (ls, verify, rm):
-        with pytest.raises(UsageError, match="no directory"):
+        with pytest.raises(UsageError, match="is not a directory"):
             command(tmp_path / "absent")
     write_file(tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -187,4 +187,4 @@ def test_rm_goes_on_after_a_file_that_may_not_be_removed(
 
     monkeypatch.setattr(os, "unlink", refuse)
     assert rm(tmp_path) == 3 and whole.exists() and not partial.exists()
-    assert f"left: it cannot be removed (Permission denied)  {whole}\n" in capsys.readouterr().out
+    assert f"kept: it cannot be removed (Permission denied)  {whole}\n" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_rows_are_compared_with_computed_ones_before_the_first_is_used(
         assert not stopping.missing(*OWNED_KEYS).any()
     else:
         with pytest.raises(
-            CacheFault, match=rf"{path} refused: its rows are not what this run computes.* or directory="
+            CacheFault, match=rf"{path} refused: its fingerprint matches, but its rows differ.* or directory="
         ):
             begin()
     stopping.close()
@@ -158,7 +158,7 @@ def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: 
     check_epoch(late, net, batches_of(NUM_SAMPLES))
     assert late.counters.rows_read == 0 and late.failed is None
     check_epoch(late, net, batches_of(NUM_SAMPLES, epoch=1))
-    assert f"{path} refused: its rows are not what" in (late.failed or "")
+    assert f"{path} refused: its fingerprint matches, but" in (late.failed or "")
     late.close()
 
 

@@ -100,7 +100,7 @@ def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
 
 def test_a_file_is_not_read_before_it_was_verified(tmp_path: Path) -> None:
     file = ActivationFile(write_file(tmp_path))
-    with pytest.raises(RuntimeError, match="before it was verified"):
+    with pytest.raises(RuntimeError, match="must be verified before"):
         file.read(torch.arange(2))
 
 

@@ -56,17 +56,17 @@ def seconds(plan: Plan) -> float:
 
 DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
     "usual": ({}, None, True, "saves"),
-    "last epoch": ({"epochs_left": 1.0}, None, False, "no row would come again in the 1.0 epochs"),
-    "no epoch left": ({"epochs_left": 0.0}, None, False, "no row would come again"),
+    "last epoch": ({"epochs_left": 1.0}, None, False, "no row will be read again in the remaining 1.0 epochs"),
+    "no epoch left": ({"epochs_left": 0.0}, None, False, "no row will be read again"),
     "two epochs": ({"epochs_left": 2.0}, None, True, "saves"),
-    "tiny budget": ({}, 10 << 20, False, "budget leaves"),
+    "tiny budget": ({}, 10 << 20, False, "--cache-limit leaves"),
     "budget that just fits": ({}, 12800 << 14, True, "saves"),
     "full disk": ({"rates": slow(1, free_bytes=1 << 20)}, None, False, "free"),
     "cut about to move, and no time after": (
         {"epochs_until_move": 2.0, "views": 4, "epochs_left": 4.0},
         None,
         False,
-        "none of 4 views would come again in the 4.0 epochs",
+        "none of 4 views will be read again in the remaining 4.0 epochs",
     ),
     "cut about to move": ({"epochs_until_move": 1.0}, None, True, "saves"),
     "cut that moves before all views were seen": ({"epochs_until_move": 1.5, "views": 4}, None, True, "saves"),
@@ -75,13 +75,13 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
         {"epochs_until_move": 0.9, "epochs_left": 1.0},
         None,
         False,
-        "no row would come again",
+        "no row will be read again",
     ),
     "slow disk, cut about to move": (
         {"epochs_until_move": 1.0, "rates": slow(100), "memory_bytes": 0},
         None,
         False,
-        "likely to move",
+        "probably change",
     ),
     "cut that stays": ({"epochs_until_move": 4.0}, None, True, "saves"),
     "slow disk, rows in memory": ({"rates": slow(100)}, None, True, "saves"),
@@ -93,7 +93,7 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
         "saves",
     ),
     "cheap prefix": ({"image_seconds": 0.0, "prefix_seconds": 1e-4}, None, False, "longer than computing"),
-    "more views than epochs": ({"views": 9}, None, False, "none of 9 views would come again"),
+    "more views than epochs": ({"views": 9}, None, False, "none of 9 views will be read again"),
     "views that come again": ({"views": 4}, None, True, "saves"),
     "cached by an earlier run": ({"present": (1.0,), "epochs_left": 1.0}, None, True, "saves"),
     "cached, and no room for more": ({"present": (1.0,)}, 0, True, "saves"),
@@ -103,7 +103,7 @@ DECISIONS: dict[str, tuple[dict[str, Any], int | None, bool, str]] = {
         {"present": (0.5,), "rows_rewritten": 6400},
         12799 << 14,
         False,
-        "budget leaves",
+        "--cache-limit leaves",
     ),
 }
 
@@ -163,7 +163,7 @@ def test_each_rank_has_a_share_of_the_budget_of_its_own() -> None:
     small, large = (situation(rows=rows, left_bytes=12800 << 14) for rows in (6400, 19200))
     plan = make_plan([small, large])
     assert not plan.fits and not plan.use
-    assert plan.reason == "needs 0.29 GiB on rank 1, whose share of the budget leaves 0.20"
+    assert plan.reason == "needs 0.29 GiB on rank 1, but its share of --cache-limit leaves 0.20"
     assert make_plan([small, replace(large, left_bytes=19200 << 14)]).fits
 
 

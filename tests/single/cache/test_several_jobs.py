@@ -72,7 +72,7 @@ def test_a_job_that_locks_do_not_keep_out_makes_the_other_one_give_up_and_its_ow
     first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
     fill(first, keys[:16], rows[:16])
     fill(second, keys[:16], rows[:16])
-    with pytest.raises(CacheFault, match=rf"{first.path} was changed by somebody else while it was made"):
+    with pytest.raises(CacheFault, match=rf"{first.path} was changed by another process while it was being written"):
         fill(first, keys, rows)
         first.close()
     fill(second, keys, rows)
@@ -108,7 +108,7 @@ def test_rows_of_another_shape_published_meanwhile_are_refused_and_the_lock_let_
     late, early = open_store(tmp_path, keys), open_store(tmp_path, keys)
     fill(early, keys[:16], make_rows(16, shape=(7,)))
     early.close()
-    with pytest.raises(CacheFault, match=r"holds rows of .*7.*, this run computes"):
+    with pytest.raises(CacheFault, match=r"stores rows of .*7.*, this run computes"):
         fill(late, keys, make_rows(40))
     late.discard()
     assert list(tmp_path.iterdir()) == [early.path]
@@ -123,7 +123,9 @@ def test_the_lock_of_a_process_keeps_others_out_until_it_is_killed_and_its_tempo
         store = open_store(tmp_path, make_keys(40))
         assert fill(store, make_keys(40), make_rows(40)) == 0
         (warning,) = caplog.messages
-        assert re.search(rf'{store.path} is being built by .*"pid": {first.pid}.*the first job', warning)
+        assert re.search(
+            rf'another process is writing cache file {store.path}: .*"pid": {first.pid}.*the first job', warning
+        )
         first.kill()
         first.wait(timeout=60)
     assert {path.suffix for path in tmp_path.iterdir()} == {".tmp", ".lock"}

@@ -41,7 +41,7 @@ def test_a_file_that_others_may_write_is_not_believed(mode: int, shared_too: boo
     if shared_too:
         assert open_store(tmp_path, KEYS, private=False).complete
     else:
-        with pytest.raises(CacheFault, match="anybody may write"):
+        with pytest.raises(CacheFault, match="any user may write"):
             open_store(tmp_path, KEYS, private=False)
         assert verify(tmp_path) == 3
     path.chmod(0o644)
@@ -53,14 +53,14 @@ def test_a_file_of_another_user_is_believed_only_where_that_is_asked_for(
 ) -> None:
     path, mine = write_file(tmp_path), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(CacheFault, match=rf"{path} refused: it belongs to user {mine}.*hvfreeze train --cache-shared"):
+    with pytest.raises(CacheFault, match=rf"{path} refused: it belongs to user {mine}.*--cache-shared to hvfreeze"):
         open_store(tmp_path, KEYS)
     assert open_store(tmp_path, KEYS, private=False).complete
 
 
 def test_a_directory_in_which_anybody_can_replace_files_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(CacheFault, match=rf"{tmp_path} has mode 777: anybody may replace"):
+    with pytest.raises(CacheFault, match=rf"{tmp_path} has mode 777, so any user may replace"):
         prepare_directory(tmp_path)
     tmp_path.chmod(0o1777)
     prepare_directory(tmp_path)
@@ -76,7 +76,7 @@ def test_a_full_disk_lets_rows_be_read_but_not_those_that_anybody_can_replace(
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     prepare_directory(tmp_path)
     tmp_path.chmod(0o777)
-    with pytest.raises(CacheFault, match="anybody may replace"):
+    with pytest.raises(CacheFault, match="any user may replace"):
         prepare_directory(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_no_busy_one(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     store = open_store(tmp_path, KEYS)
-    with pytest.raises(CacheFault, match=r"this file system may have no locks; .*--cache-dir or directory="):
+    with pytest.raises(CacheFault, match=r"the file system may not support locks; .*--cache-dir or directory="):
         fill(store, KEYS, ROWS)
     assert not store.waiting
     (tmp_path / "a.lock").write_text("")
@@ -138,7 +138,7 @@ def test_rows_changed_while_they_are_mapped_are_noticed_although_the_times_are_p
     assert before is not None and torch.equal(before, ROWS[:16])
     change(store.path)
     for _ in range(2):
-        with pytest.raises(CacheFault, match=r"was changed while it was in use \(rows 0\.\.39 are damaged\)"):
+        with pytest.raises(CacheFault, match=r"was changed while in use \(rows 0\.\.39 are damaged\)"):
             read(store, KEYS[:16])
 
 

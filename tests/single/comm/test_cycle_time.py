@@ -120,7 +120,7 @@ def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time
     world.start_anew("HVFREEZE_TOLD", "1")
     assert hvd.asked == ["waits", "shutdown", "init 1", "goes on"]
     monkeypatch.setenv(CYCLE_TIME, "3")
-    with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 as well"):
+    with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 too"):
         world.start_anew("HVFREEZE_TOLD", "1")
     assert len(hvd.asked) == 4
 

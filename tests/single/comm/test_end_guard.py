@@ -51,8 +51,10 @@ def test_who_is_stopped_for_the_limit_and_some_seconds_is_named_and_killed(
     more = [(end_guard.LOOK_SECONDS, True)] * (needed + 1)
     assert looks(monkeypatch, more) == [(os.getppid(), signal.SIGKILL)]
     said = capfd.readouterr().err
-    assert said.startswith(f"hvfreeze: error: rank {RANK} on {os.uname().nodename} was stopped for 26 s"), said
-    assert said.count("\n") == 1 and "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in said
+    assert said.startswith(
+        f"hvfreeze: error: rank {RANK} on {os.uname().nodename} has left MPI, but has been suspended for 26 s"
+    ), said
+    assert said.count("\n") == 1 and "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS sets the limit" in said
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_a_process_whose_name_is_cut_within_a_letter_is_seen_too(
             process.send_signal(signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
             assert end_guard.is_stopped(process.pid)
-            assert stopped_here() == "rank 3, which gives no sign of life"
+            assert stopped_here() == "rank 3, which does not respond"
         finally:
             process.kill()
 

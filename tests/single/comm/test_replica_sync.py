@@ -58,8 +58,8 @@ def test_the_statistics_of_every_norm_that_tracks_them_are_averaged_and_nothing_
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("4.seen", "buffer 4.seen differs between ranks: of what the samples of one rank change, only"),
-        ("6.weight", "parameters must change by updates only"),
+        ("4.seen", "buffer 4.seen differs between ranks; only"),
+        ("6.weight", "only the optimizer may change parameters"),
     ],
 )
 def test_what_differs_is_named(name: str, words: str) -> None:

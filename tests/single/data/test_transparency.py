@@ -188,8 +188,5 @@ def test_a_background_that_is_no_colour_is_refused(value: str) -> None:
 def test_a_background_without_effect_is_told(tmp_path: Path) -> None:
     flags = "--model shufflenet_v2_x0_5 --train-samples 60 --batch-size 8 --epochs 1 --threads 1 --background black"
     outcome = call("train", *flags.split(), "--image-size", "32", "--fit", "pad", "--run-dir", str(tmp_path / "run"))
-    assert (
-        "no effect of --background (black), because no image has transparent parts, and none is padded"
-        in outcome.stdout
-    )
-    assert "no effect of --fit (pad), because images are square already" in outcome.stdout
+    assert "--background (black) has no effect: no image is transparent or padded" in outcome.stdout
+    assert "--fit (pad) has no effect: all images are square" in outcome.stdout

@@ -60,13 +60,15 @@ def test_a_list_that_is_no_list_of_hosts_is_refused(text: str) -> None:
 def test_a_file_that_is_no_hostfile_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "hosts").write_text(text)
-    with pytest.raises(UsageError, match=f"{tmp_path / 'hosts'}" + (": No such file" if text is None else "")):
+    with pytest.raises(
+        UsageError, match=f"{tmp_path / 'hosts'}" + (" cannot be read: No such file" if text is None else "")
+    ):
         hosts.read_hostfile(tmp_path / "hosts")
 
 
 def test_a_hostfile_of_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes("node0 slots=1\n".encode("utf-16"))
-    with pytest.raises(UsageError, match="is no text in UTF-8: give a file with a line a host"):
+    with pytest.raises(UsageError, match="is not UTF-8 text; give a file with one host per line"):
         hosts.read_hostfile(tmp_path / "hosts")
 
 
@@ -90,7 +92,7 @@ def versions(**changes: str) -> CheckResult:
 HALF: dict[tuple[str, str], Link | str] = {**links(900.0, 100.0), ("a", "b"): "timed out"}
 ANSWERS = {"a": Answer(ALIKE, "", "", 0.0, 1.0)}
 SILENT = {
-    "b": Answer({}, "ssh refuses the key", "copy it", 0.0, 1.0),
+    "b": Answer({}, "ssh rejects the key", "copy it", 0.0, 1.0),
     "c": Answer({}, "no answer", "start it", 0.0, 1.0),
 }
 
@@ -99,7 +101,7 @@ SILENT = {
     ("check", "expected"),
     [
         (checks.check_ssh(ANSWERS), "OK: 1 host answer"),
-        (checks.check_ssh({**ANSWERS, **SILENT}), "PROBLEM: b: ssh refuses the key; c: no answer -> copy it; start it"),
+        (checks.check_ssh({**ANSWERS, **SILENT}), "PROBLEM: b: ssh rejects the key; c: no answer -> copy it; start it"),
         (versions(), "OK: 3 hosts alike"),
         (
             versions(torch="2.0", horovod="missing"),
@@ -120,24 +122,24 @@ SILENT = {
             "PROBLEM: different on b -> put the same /d",
         ),
         (ports(1009), "OK: 1000-1009: free"),
-        (ports(1004, used_ports=[1000, 1001]), "note: 1000-1004: b: 1000, 1001 in use -> others"),
-        (ports(1003, used_ports=[1000, 1001]), "PROBLEM: 1000-1003: b: 1000, 1001 in use; too few are free on b -> "),
+        (ports(1004, used_ports=[1000, 1001]), "note: 1000-1004: b: 1000, 1001 in use -> the other"),
+        (ports(1003, used_ports=[1000, 1001]), "PROBLEM: 1000-1003: b: 1000, 1001 in use; too few free ports on b -> "),
         (clock(1000.0), "OK: 1 host within 2 s"),
         (clock(900.0), "note: b is 100 s behind -> "),
         (clock(1101.0), "note: b is 100 s ahead -> "),
         (clock(1030.0, answered=1060.0), "OK: 1 host within 2 s"),
         (checks.check_slots(facts(), [Host("a", 2), Host("b", 3)]), "note: b: 3 ranks, 2 cores -> "),
         (checks.check_slots(facts(), [Host("a", 2), Host("b", 2)]), "OK: 6 for 4 ranks"),
-        (checks.check_bandwidth(links(900.0, 950.0)), "OK: 900 to 950 Mbit/s, all sending"),
+        (checks.check_bandwidth(links(900.0, 950.0)), "OK: 900 to 950 Mbit/s, all hosts sending"),
         (
             checks.check_bandwidth(links(900.0, 100.0)),
-            "note: 100 to 900 Mbit/s, all sending to the next at once -> b -> a",
+            "note: 100 to 900 Mbit/s, all hosts sending to the next at once -> b -> a",
         ),
         (checks.check_bandwidth(HALF), "PROBLEM: a -> b: timed out -> open the firewall"),
         (checks.check_latency(links(900.0, 950.0)), "OK: 0.10 to 0.10 ms"),
-        (checks.check_job(links(9000.0, 9500.0)), "OK: ResNet-18 that computes 250 ms"),
+        (checks.check_job(links(9000.0, 9500.0)), "OK: predicted for ResNet-18 (250 ms of computation)"),
         (checks.check_job(HALF), "OK: not known"),
-        (checks.check_job({}), "OK: one host: nothing to exchange"),
+        (checks.check_job({}), "OK: one host: no communication"),
     ],
     ids=str,
 )

@@ -66,7 +66,7 @@ def test_each_check_tells_problems_from_notes_and_says_what_to_mend(check: Check
 
 def test_a_torchvision_behind_stand_ins_is_told_to_fail_in_a_script() -> None:
     note = checks.check_torchvision(Probe({"version": "0.28.0", "shim": "yes"}))
-    assert "script of your own `import torchvision` fails" in note.remedy
+    assert "`import torchvision` in your own script fails" in note.remedy
 
 
 def test_the_table_puts_remedies_under_their_checks_and_notes_leave_the_machine_usable() -> None:
@@ -80,7 +80,7 @@ def test_the_table_puts_remedies_under_their_checks_and_notes_leave_the_machine_
     assert checks.table([problem], about="These hosts are").splitlines()[-1].startswith("These hosts are NOT usable")
     rows = checks.table([fine, problem]).splitlines()
     assert rows[0].split() == ["OK", "torch", "2.13.0"] and rows[1].split() == ["PROBLEM", "mpirun", "absent"]
-    assert rows[2].split("-> ")[1] == "install it" and "NOT usable: 1 OK, 0 to note, 1 to mend" in rows[3]
+    assert rows[2].split("-> ")[1] == "install it" and "NOT usable: 1 OK, 0 notes, 1 problems" in rows[3]
 
 
 def test_processor_lists_what_is_there_and_what_is_not() -> None:

@@ -79,8 +79,8 @@ def test_a_state_brings_no_criterion_to_a_freezer_that_has_none() -> None:
     [
         ("none", None, ""),
         ("static", (0, 3), ""),
-        ("linear", None, "--vote-weight (1,2) has 2 numbers; it must have one per rank, of which there are 1"),
-        ("linear", (0, 3), "it must have one per replica, of which there are 1"),
+        ("linear", None, "--vote-weight (1,2) has 2 numbers; it must have one for each of the 1 ranks"),
+        ("linear", (0, 3), "it must have one for each of the 1 replicas"),
     ],
 )
 def test_a_list_of_weights_is_counted_where_there_are_votes(

@@ -84,7 +84,7 @@ def test_many_random_votes_equal_an_exact_reference() -> None:
 
 @pytest.mark.parametrize(
     ("weight", "counts", "why"),
-    [(math.nan, 0.0, "not finite"), (math.inf, 0.0, "not finite"), (-1.0, 0.0, "negative"), (2.5, 2.5, "")],
+    [(math.nan, 0.0, "NaN or infinite"), (math.inf, 0.0, "NaN or infinite"), (-1.0, 0.0, "negative"), (2.5, 2.5, "")],
 )
 def test_an_unusable_weight_counts_zero_and_says_why(weight: float, counts: float, why: str) -> None:
     value, reason = usable_weight(weight)
@@ -101,6 +101,6 @@ def test_weights_are_multiples_of_the_step_of_the_largest() -> None:
 def test_a_person_can_read_why() -> None:
     tally = tally_of([1, 0, 0], [1, 1, 1])
     assert explain(tally, quorum=0.5, cut_before=0, cut_after=0) == "cut 1 has 0.333 of the weight, quorum 0.5"
-    assert explain(tally, quorum=0.5, cut_before=5, cut_after=5) == "every block but the head is frozen"
+    assert explain(tally, quorum=0.5, cut_before=5, cut_after=5) == "all blocks except the head are frozen"
     assert explain(tally, quorum=0.5, cut_before=2, cut_after=0) == "cut 1 has only 0.333 of the weight, quorum 0.5"
-    assert "no weight" in explain([0, 0], quorum=0.5, cut_before=0, cut_after=0)
+    assert "all weights are 0" in explain([0, 0], quorum=0.5, cut_before=0, cut_after=0)

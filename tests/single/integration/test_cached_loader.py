@@ -264,10 +264,10 @@ def test_without_a_directory_activations_lie_in_the_users_cache_which_is_told_on
     for _ in range(2):
         train("a chain of images", "cached", None, moves={4: 1})
     assert list(there.glob("*.h5")) and there.stat().st_mode & 0o77 == 0
-    assert [str(there) in line for line in caplog.messages if "directory= names" in line] == [True]
+    assert [str(there) in line for line in caplog.messages if "choose another place with directory=" in line] == [True]
 
 
 def test_a_directory_that_cannot_be_used_is_refused_in_a_scripts_own_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(RefusedError, match=r"cannot be used.*give another with directory="):
+    with pytest.raises(RefusedError, match=r"cannot be used.*choose another with directory="):
         train("a chain of images", "cached", tmp_path / "file", moves={})

@@ -170,7 +170,7 @@ def test_what_was_learned_is_in_the_checkpoint() -> None:
             "list",
             [
                 "votes by coherence: the first at the end of the first epoch",
-                "a vote every 100 steps, the first after step 500; the length of an epoch is not known",
+                "a vote every 100 steps, the first after step 500; the epoch length is unknown",
             ],
         ),
         (
@@ -178,7 +178,7 @@ def test_what_was_learned_is_in_the_checkpoint() -> None:
             "list",
             ["every 7 steps, the first after step 9"],
         ),
-        ({"settings": FreezeConfig()}, "list", ["nothing will be frozen: settings has freeze 'none'"]),
+        ({"settings": FreezeConfig()}, "list", ["no block will be frozen: settings has freeze 'none'"]),
         ({"settings": FreezeConfig(freeze="static", cut=1)}, "list", ["frozen from the start: 1 block"]),
     ],
 )

@@ -59,7 +59,7 @@ def test_random_draws_are_refused_without_views_and_fixed_with_them(tmp_path: Pa
         optimizer = still(model)
         return hvfreeze.CachedLoader(DataLoader(Noisy(), batch_size=ROWS), optimizer, directory=tmp_path, **options)
 
-    with pytest.raises(UsageError, match=r"gives another sample.*give views=K"):
+    with pytest.raises(UsageError, match=r"returns a different sample.*pass views=K"):
         open_cached()
     seen: list[list[Tensor]] = []
     cached = open_cached(views=2)
@@ -138,7 +138,8 @@ BATCHWISE: dict[str, Callable[[], Callable[[list[Any]], Any]]] = {
 def test_what_acts_on_batches_is_refused_with_what_to_do(name: str, views: int, tmp_path: Path) -> None:
     loader = DataLoader(images(), batch_size=ROWS, shuffle=True, collate_fn=BATCHWISE[name]())
     with pytest.raises(
-        UsageError, match=r"collate_fn.*neighbours.*mix what CachedLoader gives, as in rows, labels = v2"
+        UsageError,
+        match=r"a row depends on its batch.*collate_fn.*mix the rows of CachedLoader, as in rows, labels = v2",
     ):
         hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path, views=views)
 
@@ -179,14 +180,14 @@ class Now(Dataset[Any]):
 def test_draws_for_a_part_of_the_samples_are_found(share: float, tmp_path: Path) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
-        with pytest.raises(UsageError, match=r"gives another sample.*give views=K"):
+        with pytest.raises(UsageError, match=r"returns a different sample.*pass views=K"):
             hvfreeze.CachedLoader(DataLoader(Now(share), ROWS * 4), still(image_model()), directory=tmp_path)
         hvfreeze.CachedLoader(DataLoader(Now(share), ROWS * 4), still(image_model()), directory=tmp_path, views=2)
 
 
 def test_views_do_not_fix_draws_of_a_generator_of_the_data_sets_own(tmp_path: Path) -> None:
     loader = DataLoader(Now(0.5, own=True), batch_size=ROWS * 4)
-    with pytest.raises(UsageError, match=r"gives another sample.*not from generators of its own"):
+    with pytest.raises(UsageError, match=r"returns a different sample.*not from the data set's own generators"):
         hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path, views=2)
 
 
@@ -196,7 +197,7 @@ def test_draws_that_begin_later_are_found_at_the_start_of_an_epoch(tmp_path: Pat
     for _ in cached:
         cached._freezer.after_step(0.0)
     data.share = 0.5
-    with pytest.raises(UsageError, match=r"gives other samples than when its CachedLoader was made"):
+    with pytest.raises(UsageError, match=r"has changed since its CachedLoader was created"):
         next(iter(cached))
     cached.close()
 
@@ -218,7 +219,7 @@ def test_blocks_that_look_at_neighbours_are_not_cached(
         for number, (rows, _) in enumerate(cached):
             pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
             assert torch.equal(cached.suffix(rows), model(pixels))
-    assert "nothing is cached at this cut: blocks up to 0 compute a sample's output from its neighbours" in caplog.text
+    assert "no activations are cached at this cut: blocks up to 0 normalise with batch statistics" in caplog.text
     assert cached.rows_read == 0
     cached.close()
 
@@ -339,7 +340,7 @@ def test_samples_that_change_between_epochs_are_noticed(tmp_path: Path, store: b
     first = [batch.tensor for batch, _ in cached]
     data.scale = 2.0
     if store:
-        with pytest.raises(UsageError, match=r"gives other samples than when its CachedLoader was made.*store=False"):
+        with pytest.raises(UsageError, match=r"has changed since its CachedLoader was created.*store=False"):
             next(iter(cached))
     else:
         assert not torch.equal(first[0], next(iter(cached))[0].tensor)
@@ -389,7 +390,7 @@ def test_what_reaches_around_the_cut_is_noticed(
     for _ in range(2):
         for number, (batch, _) in enumerate(cached):
             assert torch.equal(cached.suffix(batch), reference(data.tensors[0][4 * number : 4 * number + 4]))
-    assert (cached.rows_read > 0) == runs == ("nothing is cached at this cut" not in caplog.text)
+    assert (cached.rows_read > 0) == runs == ("no activations are cached at this cut" not in caplog.text)
     cached.close()
 
 
@@ -427,7 +428,7 @@ def test_an_answer_that_does_not_grow_with_the_batch_is_no_obstacle(
         for number, (batch, _) in enumerate(cached):
             tokens = data.tensors[0][rows * number : rows * (number + 1)]
             torch.testing.assert_close(cached.suffix(batch), reference(tokens))
-    assert cached.rows_read > 0 and "nothing is cached" not in caplog.text
+    assert cached.rows_read > 0 and "no activations are cached" not in caplog.text
     cached.close()
 
 
@@ -462,7 +463,7 @@ def test_random_numbers_before_the_cut_are_noticed(tmp_path: Path, caplog: pytes
     )
     cached = hvfreeze.CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=tmp_path)
     assert [batch.cut for _ in range(2) for batch, _ in cached] == [0] * 4
-    assert "random numbers are drawn before it" in caplog.text
+    assert "random numbers drawn before it" in caplog.text
     cached.close()
 
 
@@ -486,11 +487,15 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("loader", "options", "words"),
     [
-        (lambda: DataLoader(Stream(), batch_size=2), {}, "a cached loader needs numbered samples"),
-        (lambda: DataLoader(images(), batch_size=None), {}, "a cached loader needs numbered samples"),
-        (lambda: DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2), {}, "give split="),
+        (lambda: DataLoader(Stream(), batch_size=2), {}, "CachedLoader needs a map-style data set"),
+        (lambda: DataLoader(images(), batch_size=None), {}, "CachedLoader needs a map-style data set"),
+        (lambda: DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2), {}, "pass split="),
         (lambda: DataLoader(images(), batch_size=2, sampler=Endless()), {}, "needs a sampler with a length"),
-        (lambda: DataLoader(images(), batch_size=2, sampler=WithLength()), {}, "gives more batches than the 2 of"),
+        (
+            lambda: DataLoader(images(), batch_size=2, sampler=WithLength()),
+            {},
+            "yields more batches than its length of 2",
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_cached_is_refused(loader: Any, options: Any, words: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_random_states_stay_as_they_were_where_a_sample_cannot_be_read(views: in
 
 @pytest.mark.parametrize("values", [torch.tensor(3), torch.ones(3), [torch.ones(2), "name"]])
 def test_what_is_not_one_row_a_sample_is_refused(values: Any) -> None:
-    with pytest.raises(UsageError, match="one row a sample"):
+    with pytest.raises(UsageError, match="one row per sample"):
         Remembered(3, 1).put(IDS, VIEWS, values)
 
 
@@ -70,5 +70,5 @@ def test_rows_of_another_length_are_refused() -> None:
 def test_another_nesting_is_refused() -> None:
     remembered = Remembered(4, 1)
     remembered.put(IDS, VIEWS, [torch.ones(2, 5)])
-    with pytest.raises(UsageError, match="in the batch before as"):
+    with pytest.raises(UsageError, match="in the previous batch"):
         remembered.put(IDS + 1, VIEWS, [torch.ones(2, 5), torch.ones(2, 5)])

@@ -87,7 +87,7 @@ def test_only_a_lock_that_another_set_up_holds_is_waited_for(machine: Machine, c
     (machine.folder / "bin/flock").write_text(f'#!/bin/sh\n[ "$1" != -n ] || exit {code}\n[ {code} = 1 ]\n')
     (machine.folder / "bin/flock").chmod(0o755)
     done, said, _ = machine.bootstrap()
-    assert (done, "Another set-up is at work" in said, "Ready after" in said) == (0, waits, True), said
+    assert (done, "Another set-up is running" in said, "Ready after" in said) == (0, waits, True), said
 
 
 def test_a_second_run_does_nothing(machine: Machine) -> None:
@@ -185,7 +185,7 @@ def test_a_failed_build_keeps_no_wheel_and_the_next_run_builds(machine: Machine)
 def test_a_problem_that_the_doctor_finds_stops_the_set_up(machine: Machine) -> None:
     code, said, _ = machine.bootstrap(failing="hvfreeze doctor")
     assert code == 1
-    assert "Set-up stops" in said
+    assert "Set-up stopped" in said
     code, said, _ = machine.bootstrap()
     assert "Ready after" in said
 

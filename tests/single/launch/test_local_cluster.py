@@ -22,7 +22,7 @@ print(local_cluster.missing())
 def test_an_sshd_whose_package_is_still_being_installed_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", LACKING, str(LAUNCH)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "the user sshd is missing, for sshd: apt-get install --reinstall openssh-server" in done.stdout
+    assert "the user sshd of sshd is missing; run apt-get install --reinstall openssh-server" in done.stdout
 
 
 COMING_UP = """
@@ -40,4 +40,4 @@ def test_a_cluster_that_is_coming_up_is_told_as_that(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMING_UP, str(LAUNCH), f"{tmp_path}/cluster."]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.split() == ["0", "1"], done
-    assert done.stderr.count("cluster c0 is coming up or going down: try again") == 2
+    assert done.stderr.count("cluster c0 is starting or stopping; try again") == 2

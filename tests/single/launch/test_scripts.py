@@ -139,10 +139,10 @@ def test_in_a_slurm_job_the_ranks_are_those_of_the_job() -> None:
         ("-np 4", "usage:"),
         ("-np four x", "usage:"),
         ("-np 4 -H a:1,b:1 x", "-np 4, but the hosts have 2 slots: a:1,b:1"),
-        ("-H a:one x", "HOST:SLOTS,... is wanted"),
-        ("-H a:1,-V:1 x", "HOST:SLOTS,... is wanted"),
-        ("--bind-to none x", "--bind-to is not known here"),
-        ("-H a:1, x", "HOST:SLOTS,... is wanted"),
+        ("-H a:one x", "must be HOST:SLOTS,..."),
+        ("-H a:1,-V:1 x", "must be HOST:SLOTS,..."),
+        ("--bind-to none x", "--bind-to is an unknown option"),
+        ("-H a:1, x", "must be HOST:SLOTS,..."),
         ("-H '' x", "-H names no host"),
         ("--hostfile '' x", "--hostfile  names no host"),
         ("--hostfile /dev/null x", "--hostfile /dev/null names no host"),
@@ -343,7 +343,7 @@ def test_the_hosts_of_a_command_are_found_and_replaced(restarts: ModuleType, tmp
     ("content", "why"),
     [
         (None, "cannot be read: No such file"),
-        (b"\xff\n", "cannot be read: it is no text"),
+        (b"\xff\n", "cannot be read: it is not text"),
         (b"", "names no host"),
         (b"# a\n\n", "names no host"),
     ],
@@ -384,5 +384,5 @@ def test_a_record_that_cannot_be_written_leaves_the_jobs_code_as_it_is(tmp_path:
     (tmp_path / "full" / "restarts.jsonl").symlink_to("/dev/full")
     for name, why in (("file", "File exists"), ("full", "No space left on device")):
         done = restarted(f"$0 -- bash -c 'exit 7' job --run-dir {tmp_path}/{name}", attempts=2)
-        said = f"launch/restart: {tmp_path}/{name}/restarts.jsonl cannot be written: {why}; going on without\n"
+        said = f"launch/restart: {tmp_path}/{name}/restarts.jsonl cannot be written: {why}; continuing without it\n"
         assert (done.returncode, done.stderr.count(said), "Traceback" in done.stderr) == (7, 2, False), done

@@ -110,7 +110,7 @@ def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(
     monkeypatch.setattr(cache_decision, "rates_of", measured)
     frozen = ("--model", "resnet18", "--freeze", "static", "--cut", "4", "--epochs", "1")
     found = train(tmp_path / "run", *frozen, "--cache", "auto", "--augment", "views:2")
-    line = "cache auto at cut 4: none of 2 views would come again in the 1.0 epochs that are left"
+    line = "cache auto at cut 4: none of 2 views will be read again in the remaining 1.0 epochs"
     assert capsys.readouterr().out.splitlines().count(line) == 1
     assert found["cache"]["rows_written"] == 0
     assert [stay["kept"] for stay in found["cache"]["stays"]] == [False]
@@ -152,7 +152,7 @@ def test_a_directory_that_is_lost_during_training_is_gone_without(
     lost = train(tmp_path / "lost", *MOVING, "--cache-dir", str(place))
     assert lost["parameter_digest"] == truth["parameter_digest"] and lost["final_cut"] > 0
     assert lost["cache"]["rows_written"] == 0
-    lines = [record.getMessage() for record in caplog.records if "going on without" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "continuing without" in record.getMessage()]
     assert 0 < len(lines) <= 2 and all(str(place) in line for line in lines), "at most one for each split"
 
 
@@ -196,7 +196,7 @@ def test_a_cut_whose_rows_were_not_worth_keeping_is_looked_at_again_in_the_next_
     found = train(tmp_path / "run", *frozen, "--cache", "auto")
     assert len(declined) == 4
     assert found["cache"]["rows_written"] == 64 and found["cache"]["rows_read"] == 64 * 2
-    assert "at cut 4, looked at again: saves" in capsys.readouterr().out
+    assert "at cut 4, decided again: saves" in capsys.readouterr().out
 
 
 def test_ranks_meet_between_the_forwards_that_fill_in_missing_rows(
@@ -240,5 +240,5 @@ def test_blocks_that_look_at_neighbours_are_not_cached(
     flags = (*TRAIN, "--model", "by_batch:make", "--freeze", "static", "--cut", "1", "--epochs", "1")
     assert main([*flags, "--cache", "on", "--cache-dir", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(said) == 1 and "from its neighbours in the batch" in said[0] and "--cache off" in said[0], said
+    assert len(said) == 1 and "normalise with batch statistics" in said[0] and "--cache off" in said[0], said
     assert main([*flags, "--run-dir", str(tmp_path / "plain")]) == 0

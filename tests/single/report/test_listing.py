@@ -49,7 +49,10 @@ def table(text: str) -> list[list[str]]:
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    for place, said in ((tmp_path, "holds no run directory"), (tmp_path / "nowhere", "cannot be read: No such file")):
+    for place, said in (
+        (tmp_path, "contains no run directory"),
+        (tmp_path / "nowhere", "cannot be read: No such file"),
+    ):
         outcome = call("runs", str(place))
         assert outcome.returncode == 3 and said in outcome.messages[0], str(outcome)
 
@@ -57,7 +60,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_report_leaves_out_what_is_no_run_and_says_so(folder: Path, tmp_path: Path) -> None:
     outcome = call("report", *sorted(map(str, folder.iterdir())), "--out", str(tmp_path / "out"))
     assert outcome.returncode == 0 and "report on 2 runs" in outcome.stdout, str(outcome)
-    notes = [line for line in outcome.stderr.splitlines() if line.startswith("hvfreeze: note: left out: ")]
+    notes = [line for line in outcome.stderr.splitlines() if line.startswith("hvfreeze: note: skipped: ")]
     assert len(notes) == 4, str(outcome)
     for name in ("begun", "empty", "notes.txt", "torn"):
         assert any(str(folder / name) in note for note in notes), name

@@ -209,7 +209,7 @@ def test_what_blocks_gain_is_drawn_by_block_where_votes_have_looked_at_it(tmp_pa
     assert math.isnan(drawn[0][0]) and [values[0] for values in drawn[1:]] == pytest.approx([0.3, 0.7])
     assert write_report([path], out=tmp_path / "out") == 0
     page = (tmp_path / "out/index.html").read_text()
-    assert "part of what a step gains" in page and (tmp_path / "out/figures/gains.svg").exists()
+    assert "share of the gain of a step" in page and (tmp_path / "out/figures/gains.svg").exists()
 
 
 def test_each_model_of_a_run_that_trained_several_has_a_row(tmp_path: Path) -> None:

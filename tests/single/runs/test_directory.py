@@ -148,7 +148,7 @@ def test_a_lock_from_another_host_is_waited_for_as_long_as_a_file_server_keeps_i
         check_directory(tmp_path, settings(resume=resume), ENVIRONMENT)
     lock.release()
     assert clock == pytest.approx(waited, abs=files.PAUSE_SECONDS)
-    gone = f"; where elsewhere is down for good, remove {tmp_path}/.lock"
+    gone = f"; if elsewhere is down for good, remove {tmp_path}/.lock"
     assert str(refused.value).endswith(gone) == (host == "elsewhere")
     assert capsys.readouterr().err.count("waiting up to 150 s") == (waited == 150.0)
 
@@ -182,7 +182,7 @@ def test_what_somebody_else_has_put_there_is_not_used() -> None:
         Path(name).chmod(0o755)
         (run / "checkpoints").symlink_to(name)
         os.chown(run / "checkpoints", NOBODY, NOBODY, follow_symlinks=False)
-        with pytest.raises(UsageError, match=r"holds checkpoints, which belongs to another user \(id 65534\)"):
+        with pytest.raises(UsageError, match=r"contains checkpoints, which belongs to another user \(id 65534\)"):
             start(run)
         with without_privileges(), pytest.raises(UsageError, match=r"belongs to another user \(id 0\)"):
             check_directory(run, settings(), ENVIRONMENT)
@@ -190,7 +190,10 @@ def test_what_somebody_else_has_put_there_is_not_used() -> None:
 
 def test_where_nothing_can_be_written_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for place, said in (("file/run", "file is no folder; choose another"), ("file", "it is no folder; choose another")):
+    for place, said in (
+        ("file/run", "file is not a directory; choose another"),
+        ("file", "it is not a directory; choose another"),
+    ):
         with pytest.raises(UsageError, match=rf"cannot be written: .*{said}"):
             check_directory(tmp_path / place, settings(), ENVIRONMENT)
     with pytest.raises(UsageError, match="cannot be written"):

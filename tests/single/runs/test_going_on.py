@@ -31,13 +31,13 @@ def test_what_would_not_go_on_exactly_is_refused_or_allowed_and_recorded(
     start(tmp_path, augment="views:2").close()
     before, flags = contents(tmp_path), {"augment": "views:2", "resume": True, **flags}
     now = changed(**environment)
-    with pytest.raises(RefusedError, match=f"cannot go on bit for bit .*{reason}.*--resume-inexact"):
+    with pytest.raises(RefusedError, match=f"cannot continue bit for bit .*{reason}.*--resume-inexact"):
         check_directory(tmp_path, settings(**flags), now)
     assert contents(tmp_path) == before
     record = start(tmp_path, now, **flags, resume_inexact=True)
     record.close()
     held, ran_on = kept(tmp_path)
-    assert [note for note in record.notes if note.startswith("not as before: ")]
+    assert [note for note in record.notes if note.startswith("changed since the run started: ")]
     assert len(ran_on["resumed"]) == 1 and ran_on["resumed"][0]["changed"]
     assert held["cache"]["cache_dtype"] == flags.get("cache_dtype", "native")
     # Who takes the file for another job has to allow that job the same.
@@ -65,13 +65,15 @@ def test_epochs_may_grow_and_nothing_else_may_change(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(RefusedError, match="epochs: 2 there, 1 here, which must not be fewer"):
         check_directory(tmp_path, settings(epochs=1, resume=True), ENVIRONMENT)
-    way_out = r"another run \(lr: 0.1 there, 0.2 here; seed: 0.*give what it began with, as flags that are left out do"
+    way_out = r"run with other settings \(lr: 0.1 there, 0.2 here; seed: 0.*pass the same values again"
     with pytest.raises(RefusedError, match=way_out):
         check_directory(tmp_path, settings(epochs=3, lr=0.2, seed=1, resume=True, resume_inexact=True), ENVIRONMENT)
     record = start(tmp_path, epochs=3, resume=True)
     record.close()
     held, ran_on = kept(tmp_path)
-    assert held["optimizer"]["epochs"] == 3 and record.notes == ("not as before: epochs: 2 there, 3 here",)
+    assert held["optimizer"]["epochs"] == 3 and record.notes == (
+        "changed since the run started: epochs: 2 there, 3 here",
+    )
     assert ran_on["resumed"][0]["changed"] == ["epochs: 2 there, 3 here"]
     assert not (tmp_path / "summary.json").exists()
 
@@ -83,7 +85,9 @@ def test_what_a_run_without_its_configuration_has_left_is_not_mixed_with_another
     assert check_directory(tmp_path, settings(), ENVIRONMENT) == [], "it has ended before its first step"
     record.metrics({"epoch": 0})
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(UsageError, match=r"holds lines and checkpoints of a run, but no config.yaml; .*choose another"):
+    with pytest.raises(
+        UsageError, match=r"contains lines and checkpoints of a run, but no config.yaml; .*choose another"
+    ):
         check_directory(tmp_path, settings(), ENVIRONMENT)
     assert check_directory(tmp_path, settings(resume=True), ENVIRONMENT) == []
 
@@ -106,5 +110,5 @@ def test_a_damaged_run_or_a_pipe_in_its_place_is_refused_by_the_files_name(tmp_p
     (tmp_path / "environment.json").unlink()
     (tmp_path / "config.yaml").unlink()
     os.mkfifo(tmp_path / "config.yaml")
-    with pytest.raises(RefusedError, match="no plain file"):
+    with pytest.raises(RefusedError, match="it is not a regular file"):
         check_directory(tmp_path, settings(resume=True), ENVIRONMENT)

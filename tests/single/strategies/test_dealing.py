@@ -104,7 +104,7 @@ def test_the_mlp_at_the_end_of_a_sequential_is_found(name: str, where: str, last
         (
             "resnet20",
             {"blocks": "conv1,layer1,layer2,layer3"},
-            r"\(conv1.*has layer3\..*blocks of which the MLP is one",
+            r"\(conv1.*has layer3\..*so that the MLP is a block",
         ),
     ],
 )

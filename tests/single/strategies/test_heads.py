@@ -98,7 +98,7 @@ def test_heads_of_another_number_of_ranks_are_refused_with_the_number_that_goes_
     owns = [{"heads": {f"head{rank}": {}}, "counts": {}} for rank in range(there)]
     trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=tuple(f"head{i}" for i in range(here))))
     with pytest.raises(
-        RefusedError, match=f"{there} models .head0, head1.*there is one a rank: go on on {there} ranks"
+        RefusedError, match=f"{there} models .head0, head1.*there is one model per rank: resume on {there} ranks"
     ):
         list(SharedTrunk.repartitioned(trunk, owns, size=here, restep=lambda step: step))
 

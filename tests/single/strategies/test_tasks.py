@@ -86,8 +86,8 @@ def test_yaml_says_more_of_a_task(tmp_path: Path) -> None:
         ("tasks: {a: {}}\nother: 1", "must have the key tasks"),
         ("tasks: {}", "must have the key tasks"),
         ("tasks: {'../a': {}}", "names a file"),
-        ("tasks: {a: {rate: 1}}", "nothing else"),
-        ("tasks: {a: {column: x}}", "names no labels"),
+        ("tasks: {a: {rate: 1}}", "only have the keys"),
+        ("tasks: {a: {column: x}}", "has no key labels"),
         ("tasks: {a: {head: 0}}", r"head \(0\) must be linear"),
         ("tasks: {a: {head: big}}", r"head \(big\)"),
         ("tasks: {a: {lr: 0}}", r"lr \(0\)"),
@@ -96,7 +96,7 @@ def test_yaml_says_more_of_a_task(tmp_path: Path) -> None:
         ("tasks: {a: {loss: mse}}", r"loss \(mse\) must be one of cross-entropy"),
         ("tasks: {a: {}, A: {}}", "twice"),
         ("labels: nowhere.csv\ntasks: {a: {}}", "cannot be read"),
-        ("tasks: [", "not plain YAML"),
+        ("tasks: [", "cannot be parsed as YAML"),
     ],
 )
 def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -109,16 +109,16 @@ def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str,
     ("table", "message"),
     [
         ("row,a\n0,x", "no column sample"),
-        ("sample,a\n99999,x", "line 2 of the table: there is no sample 99999"),
-        ("sample,a\n0,x\n1,", "has no label in a"),
+        ("sample,a\n99999,x", "line 2 of the label table: train has no sample 99999"),
+        ("sample,a\n0,x\n1,", "has no label in column a"),
         ("sample,b\n0,x", "no column a"),
         (
             "sample,a\n0,x\n1,y\n0,y",
-            "line 4 of the table: sample 0 of train has a label already, x in a, and here it is y",
+            "line 4 of the label table: sample 0 of train already has the label x in a, and y here",
         ),
-        ("sample,a\n0,x\n0,", "label already, x in a, and here it is none; leave one"),
-        ("sample,a,a\n0,x,y", "has two columns a; leave one"),
-        ("sample,a\n0,x\n1,y,z", "line 3 of the table has more cells than the 2 columns"),
+        ("sample,a\n0,x\n0,", "already has the label x in a, and none here; keep one"),
+        ("sample,a,a\n0,x,y", "has two columns a; remove or rename one"),
+        ("sample,a\n0,x\n1,y,z", "line 3 of the label table has more cells than the 2 columns"),
     ],
 )
 def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
@@ -129,10 +129,10 @@ def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("split;sample;a\ntrain;0;x\n", r"must name the columns, with commas.*it is 'split;sample;a'"),
-        ("split, sample, a\ntrain,0,x\n", "no spaces between them.*it is 'split, sample, a'"),
+        ("split;sample;a\ntrain;0;x\n", r"must name the columns, separated by commas.*it is 'split;sample;a'"),
+        ("split, sample, a\ntrain,0,x\n", "without spaces.*it is 'split, sample, a'"),
         ("", "must name the columns.*it is ''"),
-        ('sample,a\n0,"' + "x" * 200000, "line 2 of .* is no CSV: field larger than"),
+        ('sample,a\n0,"' + "x" * 200000, "line 2 of .* is not valid CSV: field larger than"),
     ],
 )
 def test_tables_that_other_programs_write_otherwise_are_refused(table: str, message: str, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def table_of(samples: Corpus, *, test: str) -> str:
 
 def test_a_label_that_no_training_sample_has_is_refused() -> None:
     samples, tasks = corpus(), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    told = "task parity: Even in a of test is the label of no training sample of the run, of which even, odd are;"
+    told = "task parity: Even in column a of the test samples is not the label of any.*; those are even, odd"
     with pytest.raises(RefusedError, match=told):
         read_labels(tasks, table_of(samples, test="Even"), samples)
     (labels,) = read_labels(tasks, table_of(samples, test="even"), samples)
@@ -169,7 +169,9 @@ def test_a_label_that_only_held_out_samples_have_is_refused() -> None:
     samples, tasks = corpus(validation_fraction=0.5), [Task(name="parity", column="a", lr=1.0, seed=0)]
     odd_one = int(samples.evaluated_ids[0])
     words = {row: "Even" if row == odd_one else ("even", "odd")[row % 2] for row in range(len(samples.train))}
-    with pytest.raises(RefusedError, match="Even in a of test is the label of no training sample"):
+    with pytest.raises(
+        RefusedError, match="Even in column a of the test samples is not the label of any training sample"
+    ):
         read_labels(tasks, "\n".join(["sample,a", *(f"{row},{word}" for row, word in words.items())]), samples)
 
 
@@ -178,7 +180,9 @@ def test_a_label_that_only_samples_left_out_have_is_refused() -> None:
     left_out = next(row for row in range(len(samples.train)) if row not in samples.plan.shards[0])
     line = f"\ntrain,{left_out},"
     table = table_of(samples, test="rare").replace(f"{line}{'odd' if left_out % 2 else 'even'}\n", f"{line}rare\n")
-    with pytest.raises(RefusedError, match="rare in a of test is the label of no training sample of the run"):
+    with pytest.raises(
+        RefusedError, match="rare in column a of the test samples is not the label of any training sample"
+    ):
         read_labels(tasks, table, samples)
 
 
@@ -189,7 +193,7 @@ def test_lines_of_the_test_set_are_not_read_where_training_samples_are_held_out(
     (alone,) = read_labels(tasks, told, samples)
     (both,) = read_labels(tasks, f"{told}\ntest,0,neither\ntest,owl/test0.png,even", samples)
     assert both.classes == ("even", "odd") and both.identity() == alone.identity()
-    with pytest.raises(RefusedError, match="there is no sample 0 in tests"):
+    with pytest.raises(RefusedError, match="tests has no sample 0"):
         read_labels(tasks, f"{told}\ntests,0,even", samples)
 
 
@@ -203,7 +207,9 @@ def test_a_sample_named_by_number_and_by_path_is_one(tmp_path: Path) -> None:
     save_photos(tmp_path)
     samples = deal(open_data("imagefolder", tmp_path), DataConfig(), seed=0, batch_size=8, replicas=1)
     lines = [f"train,{path},x" for path in samples.train.source.paths]  # type: ignore[union-attr]
-    with pytest.raises(RefusedError, match="line 50 of the table: sample 2 of train has a label already, x in a"):
+    with pytest.raises(
+        RefusedError, match="line 50 of the label table: sample 2 of train already has the label x in a"
+    ):
         read_labels(
             [Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *lines, "train,2,y"]), samples
         )
@@ -215,8 +221,11 @@ def test_images_without_a_label_are_named_by_their_path_and_counted(tmp_path: Pa
     paths, last = samples.train.source.paths, samples.plan.shards[0][-1]  # type: ignore[union-attr]
     lines = [f"train,{path},x" for path in paths]
     lines[last] = f"train,{paths[last]},"
-    told = f"sample {paths[last]} of train has no label in a; give "
-    for table, expected in ((lines, told), ([], f"of train has no label in a, nor have {len(paths) - 1} more; give")):
+    told = f"sample {paths[last]} of train has no label in column a; label "
+    for table, expected in (
+        (lines, told),
+        ([], f"of train has no label in column a, nor do {len(paths) - 1} more; label"),
+    ):
         with pytest.raises(RefusedError, match=expected):
             read_labels([Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *table]), samples)
 

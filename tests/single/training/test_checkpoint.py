@@ -86,7 +86,7 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
 
 def test_another_number_of_ranks_cannot_resume(tmp_path: Path) -> None:
     path = save(tmp_path, 1, size=4)
-    with pytest.raises(RefusedError, match=f"{path} was written by 4 ranks and cannot resume on 2"):
+    with pytest.raises(RefusedError, match=f"{path} was written by 4 ranks and cannot resume bit for bit on 2"):
         checkpoint.open_checkpoint(path, size=2)
 
 
@@ -102,7 +102,7 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(
     sections[section] = buffer.getvalue()
     path.write_bytes(forged(*sections))
     opened = checkpoint.open_checkpoint(path, size=1)
-    with pytest.raises(RefusedError, match=f"{path} holds more than plain values"):
+    with pytest.raises(RefusedError, match=f"{path} contains more than plain values"):
         checkpoint.unpacked(opened.section(section), name=str(path))
     assert checkpoint.unpacked(opened.section(1 - section), name=str(path)) == {"rank": 0}
     assert not probe.exists()
@@ -157,7 +157,7 @@ def test_a_file_that_is_cut_short_or_too_long_is_noticed(tmp_path: Path) -> None
 def test_a_pipe_in_place_of_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     path = checkpoint.path_of(tmp_path, 1)
     os.mkfifo(path)
-    with pytest.raises(RefusedError, match="is no plain file"):
+    with pytest.raises(RefusedError, match="is not a regular file"):
         load(path)
 
 

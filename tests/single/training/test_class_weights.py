@@ -63,7 +63,7 @@ def test_a_loss_is_the_mean_of_weighted_ones_also_of_parts_and_of_pairs() -> Non
         ({"class_weights": "heavy"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "a=0"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "a=1,a=2"}, "must be none, balanced, or NAME=W"),
-        ({"class_weights": "balanced", "strategy": "shared-trunk"}, "say loss: balanced in --tasks FILE"),
+        ({"class_weights": "balanced", "strategy": "shared-trunk"}, "set loss: balanced in --tasks FILE"),
         ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "belongs to --data of images"),
     ],
 )

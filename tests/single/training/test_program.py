@@ -75,7 +75,7 @@ def test_a_loss_that_overflows_in_an_evaluation_is_said_and_records_stay_json(
 def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path, tmp_path: Path) -> None:
     outcome = train(run_dir, "--epochs", "2", "--resume")
     assert outcome.returncode == 0, str(outcome)
-    assert "note: not as before: epochs: 1 there, 2 here" in outcome.stdout
+    assert "note: changed since the run started: epochs: 1 there, 2 here" in outcome.stdout
     straight = train(tmp_path / "straight", "--epochs", "2", "--quiet")
     assert (straight.returncode, straight.stdout) == (0, ""), str(straight)
     assert digest(run_dir) == digest(tmp_path / "straight")
@@ -90,7 +90,9 @@ def test_other_threads_are_refused_unless_inexactness_is_accepted(run_dir: Path)
     assert outcome.returncode == 3 and "threads: 1 there, 2 here" in outcome.messages[0], str(outcome)
     assert contents(run_dir) == before
     outcome = train(run_dir, "--epochs", "2", "--threads", "2", "--resume", "--resume-inexact")
-    assert outcome.returncode == 0 and "note: not as before: threads: 1 there, 2 here" in outcome.stdout, str(outcome)
+    assert (
+        outcome.returncode == 0 and "note: changed since the run started: threads: 1 there, 2 here" in outcome.stdout
+    ), str(outcome)
     recorded = json.loads((run_dir / "environment.json").read_text())
     assert recorded["threads"] == 2 and "threads: 1 there, 2 here" in recorded["resumed"][0]["changed"]
 
@@ -145,7 +147,7 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
 
 def test_what_is_probably_not_meant_is_noted(tmp_path: Path) -> None:
     silent = train(tmp_path / "silent", "--freeze", "gradient-norm")
-    assert "because no vote is held: the first would be after step 2, and training has 2" in silent.stdout, str(silent)
+    assert "there are no votes: the first would follow step 2, and training has 2 steps" in silent.stdout, str(silent)
     frozen = train(tmp_path / "frozen", "--freeze", "static", "--cut", "2")
     assert "note: the first 2 blocks keep their random initialisation" in frozen.stdout, str(frozen)
     assert "no vote" not in frozen.stdout and "random init" not in silent.stdout
@@ -278,16 +280,19 @@ def test_a_batch_of_one_sample_trains_where_statistics_are_kept(tmp_path: Path) 
 def test_critics_that_stop_say_what_became_of_the_updates_since(tmp_path: Path) -> None:
     flags = ["--strategy", "local-critics", "--lr", "1e30", "--epochs", "3", "--label-smoothing", "0"]
     outcome = train(tmp_path / "run", *flags)
-    assert outcome.returncode != 0 and "not finite on 1 of 1 rank; updates made since are of no use" in str(outcome)
+    assert (
+        outcome.returncode != 0
+        and "NaN or Inf in a loss or gradient on 1 of 1 rank; later updates are invalid" in str(outcome)
+    )
 
 
 def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     flags = ["--train-samples", "33", "--batch-size", "32", "--freeze", "static", "--cut", "1", "--lr-warmup", "9"]
     flags += ["--validation-fraction", "0.03", "--keep", "best", "--early-stop", "1"]
     said = train(tmp_path / "run", *flags).stdout
-    assert "1 rank" in said and "1 epoch of 1 step," in said and "training has 1 step," in said, said
+    assert "1 rank" in said and "1 epoch of 1 step," in said and "training has 1 step " in said, said
     assert "note: the first block keeps its random initialisation" in said, said
-    assert "note: 1 training sample is held out; " in said and "there is one evaluation" in said, said
+    assert "note: 1 training sample is held out; " in said and "there is only one evaluation" in said, said
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_program_runs_no_code_that_a_checkpoint_holds(finished: Path, tmp_pa
     torch.save({"step": opened.step, "evil": Evil(probe)}, buffer)
     for evil in ([buffer.getvalue(), sections[1]], [sections[0], buffer.getvalue()]):
         newest.write_bytes(forged(*evil, step=opened.step))
-        refused(tmp_path / "run", "holds more than plain values")
+        refused(tmp_path / "run", "contains more than plain values")
         assert not probe.exists()
 
 

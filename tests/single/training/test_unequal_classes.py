@@ -105,7 +105,7 @@ def test_pages_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     assert call("report", str(place), "--out", str(tmp_path)).returncode == 0
     page = (tmp_path / "index.html").read_text()
     assert "Balanced accuracy" in page and "Majority class" in page
-    assert "always the largest class is 90.0 % right" in page
+    assert "always answering the largest class is 90.0 % accurate" in page
     with (tmp_path / "data" / "runs.csv").open() as file:
         [row] = csv.DictReader(file)
     assert row["test_majority_share"] == "0.9"

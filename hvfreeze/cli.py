@@ -139,11 +139,14 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         dest="form",
-        choices=("onnx", "torch", "safetensors"),
+        choices=("onnx", "torch", "safetensors", "huggingface"),
         default="onnx",
-        help="onnx (default), torch (for torch.export.load) or safetensors (the state_dict)",
+        help="onnx (default), torch (for torch.export.load), safetensors (the state_dict) or huggingface (a folder for "
+        "transformers; models hf:...)",
     )
-    parser.add_argument("--out", metavar="FILE", type=path, help="default: RUN/model.onnx, .pt2 or .safetensors")
+    parser.add_argument(
+        "--out", metavar="FILE", type=path, help="default: RUN/model.onnx, .pt2, .safetensors or RUN/model"
+    )
     add_which(parser)
 
 

@@ -7,6 +7,7 @@ head, also a fitted one; H and W, and how images are made to fit, are in the fil
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.inference.card import Preparation
 from hvfreeze.inference.evaluate import own_samples
 from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.model.hugging_face import processor_of, save
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.weights import read_weights
 from hvfreeze.runs.files import publish
@@ -56,18 +58,18 @@ class FromPixels(nn.Module):
     def __init__(self, applied: Applied) -> None:
         super().__init__()
         self.model = applied.model
-        self._normalised = applied.preparation.normalised
+        self.preparation = applied.preparation
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the answers."""
-        found: Tensor = self.model(self._normalised(pixels))
+        found: Tensor = self.model(self.preparation.normalised(pixels))
         return found.float()
 
 
 def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
     """Write a finished run's model to the file `out`, and print how far its answers are from the model's; return 0.
 
-    The default of `out` is NAME.onnx, NAME.pt2 or NAME.safetensors in the run directory.
+    The default of `out` is NAME.onnx, NAME.pt2, NAME.safetensors or the folder NAME in the run directory.
 
     Raises:
         UsageError: a library is missing, or the model reads text.
@@ -84,7 +86,8 @@ def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "mo
     applied = load_model(run_dir, name=name, trust_code=trust_code)
     path = out or run_dir / f"{name}{kind.suffix}"
     if path.suffix != kind.suffix:
-        raise UsageError(f"--out ({path}) must end in {kind.suffix} with --format {form}")
+        kinds = f"end in {kind.suffix}" if kind.suffix else "be a folder, without a suffix,"
+        raise UsageError(f"--out ({path}) must {kinds} with --format {form}")
     pixels, what = pixels_to_check(applied, run_dir, trust_code=trust_code)
     module = FromPixels(applied)
     with torch.no_grad(), in_evaluation(module):
@@ -93,7 +96,7 @@ def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "mo
         largest = worst_difference(run, pixels, wanted)
     scale = float(wanted.abs().max())
     if not largest <= WORST * max(scale, 1e-6):
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise RefusedError(
             f"{path} is removed: on {what} its answers differ by up to {largest:.2g}, and the largest answer is "
             f"{scale:.2g}; use another --format"
@@ -192,10 +195,27 @@ def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Map
     return module
 
 
+def write_huggingface(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
+    """Write a folder for transformers: configuration, weights and image processor of a model hf:..."""
+    preparation = module.preparation
+    processor = processor_of(
+        side=preparation.shape[1],
+        resize=preparation.height if preparation.cropped_to else None,
+        fit=preparation.fit,
+        resample=preparation.resample,
+        mean=preparation.mean,
+        std=preparation.std,
+    )
+    save(module.model, path, classes=json.loads(facts["classes"]), processor=processor)
+    read = import_module("transformers").AutoModelForImageClassification.from_pretrained(path).eval()
+    return lambda some: read(preparation.normalised(some)).logits
+
+
 FORMATS = {
     "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
     "torch": Format(".pt2", (), write_torch),
     "safetensors": Format(".safetensors", ("safetensors",), write_safetensors),
+    "huggingface": Format("", ("transformers",), write_huggingface),
 }
 
 

@@ -365,3 +365,17 @@ def test_the_form_of_tokens_with_the_least_loss_is_taken(tmp_path: Path) -> None
     assert best is not None and losses.keys() == {"mean", "class", "grid"}
     assert losses[best[1]] == min(losses.values())
     assert load_model(run).card.tokens == best[1]
+
+
+@pytest.mark.parametrize("kind", ["vit", "convnext"])
+def test_a_run_is_exported_in_every_format(tmp_path: Path, kind: str) -> None:
+    save_small(kind, tmp_path / "hub")
+    run, train = tmp_path / "run", ("train", *SMALL, "--model", f"hf:{tmp_path / 'hub'}")
+    outcome = call(*train, "--batch-size", "16", "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    for form in ("huggingface", "torch", "safetensors"):
+        outcome = call("export", str(run), "--format", form)
+        assert outcome.returncode == 0 and "largest difference" in outcome.stdout, str(outcome)
+    again = transformers.AutoModelForImageClassification.from_pretrained(run / "model")
+    assert again.config.id2label[9] == "9" and read_preparation(f"hf:{run / 'model'}")["image_size"] == 32
+    refused(call("export", str(run), "--format", "huggingface", "--out", str(tmp_path / "a.onnx")), 2)

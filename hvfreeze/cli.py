@@ -43,7 +43,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         "given",
         metavar="IMAGE",
         nargs="+",
-        help="image files, folders of them, or tables that name them; a text, where the model continues texts",
+        help="image files, folders of them, tables that name them, hf:PATH; a text, where the model continues texts",
     )
     parser.add_argument("--out", metavar="FILE", type=path, help="write CSV, or the text, there; default: print it")
     parser.add_argument(

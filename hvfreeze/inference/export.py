@@ -31,8 +31,9 @@ from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural
 
-INPUT, OUTPUT = "pixels", "logits"
-"""Names in a file."""
+INPUT = "pixels"
+OUTPUTS = {"classes": "logits", "labels": "logits", "numbers": "numbers"}
+"""The name of the output in a file, by the task."""
 IMAGES = 16
 """Images that a file is checked on."""
 WORST = 1e-2
@@ -59,11 +60,12 @@ class FromPixels(nn.Module):
         super().__init__()
         self.model = applied.model
         self.preparation = applied.preparation
+        self.unit, self.offset = (torch.tensor(each) for each in (applied.card.unit, applied.card.offset))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the answers."""
-        found: Tensor = self.model(self.preparation.normalised(pixels))
-        return found.float()
+        """Return the answers, numbers in the user's units."""
+        found: Tensor = self.model(self.preparation.normalised(pixels)).float()
+        return self.unit * found + self.offset if len(self.unit) else found
 
 
 def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
@@ -137,6 +139,8 @@ def facts(applied: Applied) -> dict[str, str]:
     return {
         "classes": json.dumps(list(applied.classes), ensure_ascii=False),
         "preparation": json.dumps(asdict(preparation)),
+        "task": card.task,
+        "thresholds": json.dumps(list(card.thresholds)),
         "model": card.model,
         "head": card.head,
         "accuracy": json.dumps(card.accuracy),
@@ -148,7 +152,7 @@ def facts(applied: Applied) -> dict[str, str]:
 def card_line(applied: Applied) -> str:
     """Return what a file holds, for a line."""
     preparation: Preparation = applied.preparation
-    answers = plural(len(applied.classes), "class", "classes")
+    answers = plural(len(applied.classes), *applied.card.answers.nouns)
     return f"{applied.card.model}, {answers}, images of {preparation.width}x{preparation.height} pixels"
 
 
@@ -161,7 +165,7 @@ def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[st
             dynamo=True,
             verbose=False,
             input_names=[INPUT],
-            output_names=[OUTPUT],
+            output_names=[OUTPUTS[facts["task"]]],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
         proto = program.model_proto
@@ -197,6 +201,8 @@ def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Map
 
 def write_huggingface(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
     """Write a folder for transformers: configuration, weights and image processor of a model hf:..."""
+    if len(module.unit):
+        raise UsageError("--format (huggingface) has no place for the units of numbers; use --format onnx or torch")
     preparation = module.preparation
     processor = processor_of(
         side=preparation.shape[1],
@@ -206,7 +212,7 @@ def write_huggingface(module: FromPixels, path: Path, pixels: Tensor, facts: Map
         mean=preparation.mean,
         std=preparation.std,
     )
-    save(module.model, path, classes=json.loads(facts["classes"]), processor=processor)
+    save(module.model, path, classes=json.loads(facts["classes"]), task=facts["task"], processor=processor)
     read = import_module("transformers").AutoModelForImageClassification.from_pretrained(path).eval()
     return lambda some: read(preparation.normalised(some)).logits
 

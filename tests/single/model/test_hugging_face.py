@@ -377,5 +377,6 @@ def test_a_run_is_exported_in_every_format(tmp_path: Path, kind: str) -> None:
         outcome = call("export", str(run), "--format", form)
         assert outcome.returncode == 0 and "largest difference" in outcome.stdout, str(outcome)
     again = transformers.AutoModelForImageClassification.from_pretrained(run / "model")
-    assert again.config.id2label[9] == "9" and read_preparation(f"hf:{run / 'model'}")["image_size"] == 32
+    assert again.config.problem_type == "single_label_classification" and again.config.id2label[9] == "9"
+    assert read_preparation(f"hf:{run / 'model'}")["image_size"] == 32
     refused(call("export", str(run), "--format", "huggingface", "--out", str(tmp_path / "a.onnx")), 2)

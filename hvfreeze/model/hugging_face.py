@@ -422,13 +422,7 @@ def _quiet(library: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-PROBLEMS = {"classes": "single_label_classification", "labels": "multi_label_classification"}
-"""The `problem_type` of a configuration by the task of a run."""
-
-
-def save(
-    model: nn.Module, folder: Path, *, classes: Sequence[str], processor: Mapping[str, Any], task: str = "classes"
-) -> None:
+def save(model: nn.Module, folder: Path, *, classes: Sequence[str], processor: Mapping[str, Any]) -> None:
     """Write a model of `build_classifier` as a folder that `from_pretrained` and pipelines of transformers read.
 
     Args:
@@ -436,7 +430,6 @@ def save(
         folder: is made, and its files are replaced.
         classes: in the order of the logits.
         processor: what the library's image processor is to do, see `processor_of`.
-        task: one of `PROBLEMS`.
 
     Raises:
         UsageError: the model is none of the library's.
@@ -447,7 +440,6 @@ def save(
         )
     whole: Any = model
     whole.config.id2label = dict(enumerate(classes))
-    whole.config.problem_type = PROBLEMS[task]
     whole.config.label2id = {name: number for number, name in enumerate(classes)}
     with _quiet(find_library()):
         whole.save_pretrained(folder)

@@ -235,6 +235,8 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     image = load_model(run).card.image
     assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
     assert (image.mean, image.std) == (tuple(MEAN), tuple(STD))
+    outcome = call("predict", str(run), str(photos / "test" / "a"))
+    assert outcome.returncode == 0 and "03.png" in outcome.stdout, str(outcome)
     outcome = call("evaluate", str(run))
     assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
     outcome = call(

@@ -235,6 +235,8 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     image = load_model(run).card.image
     assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
     assert (image.mean, image.std) == (tuple(MEAN), tuple(STD))
+    outcome = call("predict", str(run), str(photos / "test" / "a"))
+    assert outcome.returncode == 0 and "03.png" in outcome.stdout, str(outcome)
     outcome = call("evaluate", str(run))
     assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
     outcome = call(
@@ -365,3 +367,17 @@ def test_the_form_of_tokens_with_the_least_loss_is_taken(tmp_path: Path) -> None
     assert best is not None and losses.keys() == {"mean", "class", "grid"}
     assert losses[best[1]] == min(losses.values())
     assert load_model(run).card.tokens == best[1]
+
+
+@pytest.mark.parametrize("kind", ["vit", "convnext"])
+def test_a_run_is_exported_in_every_format(tmp_path: Path, kind: str) -> None:
+    save_small(kind, tmp_path / "hub")
+    run, train = tmp_path / "run", ("train", *SMALL, "--model", f"hf:{tmp_path / 'hub'}")
+    outcome = call(*train, "--batch-size", "16", "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    for form in ("transformers", "torch", "safetensors"):
+        outcome = call("export", str(run), "--format", form)
+        assert outcome.returncode == 0 and "largest difference" in outcome.stdout, str(outcome)
+    again = transformers.AutoModelForImageClassification.from_pretrained(run / "transformers")
+    assert again.config.problem_type == "single_label_classification" and again.config.id2label[9] == "9"
+    assert read_preparation(f"hf:{run / 'transformers'}")["image_size"] == 32

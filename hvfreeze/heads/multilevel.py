@@ -153,6 +153,7 @@ def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
         layer.centres, layer.weight.data = fit.centres, fit.weight
         layer.projection.copy_(fit.projection)
         layer.shift.copy_(fit.shift)
+        assert layer.bias is not None or not fit.bias.any(), "a head without bias takes no fit with one"
         if layer.bias is not None:
             layer.bias.copy_(fit.bias)
         return

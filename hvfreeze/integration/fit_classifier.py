@@ -101,7 +101,13 @@ def fit_classifier(
                     whole.eval()
                     found.append(
                         MultiLevelClassifier(
-                            chain, classes=classes, pool=pool, example=example, kernel=True, tokens=tokens
+                            chain,
+                            classes=classes,
+                            pool=pool,
+                            example=example,
+                            kernel=True,
+                            tokens=tokens,
+                            biased=TASKS[task].is_biased,
                         )
                     )
                 views = (images, images.flip(3)) if flips else (images,)

@@ -45,8 +45,11 @@ def test_a_head_on_all_blocks_answers_what_the_last_layer_cannot() -> None:
 def test_numbers_labels_and_class_weights() -> None:
     model, (images, labels) = network(), data()
     numbers = images.mean((2, 3)) * 5 + 100
-    fit = hvfreeze.fit_classifier(model, batches(images, numbers), task="numbers").fit
-    assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.7
+    found = hvfreeze.fit_classifier(model, batches(images, numbers), task="numbers")
+    assert found.fit.chosen is not None and found.fit.chosen.held_out_accuracy > 0.7
+    # In the units of the labels, whose mean is 100.
+    with torch.no_grad():
+        assert float((found.classifier.eval()(images) - numbers).abs().mean()) < float(numbers.std()) / 2
     fit = hvfreeze.fit_classifier(model, batches(images, (numbers > 100).float()), task="labels").fit
     assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.7
     hvfreeze.fit_classifier(model, batches(images, labels), class_weights="balanced")

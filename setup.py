@@ -33,8 +33,10 @@ setup(
     # Horovod must be compiled with MPI against the installed torch: launch/bootstrap does it, plain pip does not.
     extras_require={
         "analysis": ["pandas>=2.2"],
+        "huggingface": ["transformers>=5.20,<6"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings>=0.26", "mkdocstrings-python>=1.11"],
         "mpi": ["horovod==0.28.1"],
+        "parquet": ["pyarrow>=15"],
         "safetensors": ["safetensors>=0.4"],
         "tensorboard": ["tensorboard>=2.14"],
         "timm": ["timm>=1.0"],

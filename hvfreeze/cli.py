@@ -43,7 +43,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         "given",
         metavar="IMAGE",
         nargs="+",
-        help="image files, or folders of them; a text, where the model continues texts",
+        help="image files, folders of them, or tables that name them; a text, where the model continues texts",
     )
     parser.add_argument("--out", metavar="FILE", type=path, help="write CSV, or the text, there; default: print it")
     parser.add_argument(
@@ -113,7 +113,8 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         "--data-dir",
         metavar="DIR",
         type=path,
-        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a text's file; default: what the run was evaluated on",
+        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a table, a text's file; default: what the run was "
+        "evaluated on",
     )
     parser.add_argument("--out", metavar="DIR", type=path, help="write tables and the confusion figure there")
     add_how(parser)
@@ -130,7 +131,7 @@ def evaluate(**options: Any) -> int:
 def add_blocks(parser: argparse.ArgumentParser) -> None:
     """Add what `hvfreeze blocks` takes."""
     parser.add_argument(
-        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, package:function"
+        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, hf:FOLDER, package:function"
     )
     schemes = "stage, residual, paper or NAME,NAME,..."
     parser.add_argument("--blocks", metavar="HOW", dest="scheme", default="stage", help=schemes)

@@ -320,6 +320,7 @@ FOUND: dict[str, Reader] = {
     "quorum": voters,
     "recipe": recipe,
     "redeal": redealing,
+    "resample": lambda plan, value: unless(plan.decodes, "no file of an image is resized"),
     "resize": larger_images,
     "shadow": shadows,
     "shard_sizes": shards,

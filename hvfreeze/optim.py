@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.config.sections import OptimizerConfig
+from hvfreeze.tasks import Classes, Task
 
 TRUST = 0.001
 """The part of its norm by which a tensor moves in a step, at learning rate 1 and without momentum."""
@@ -82,9 +83,9 @@ class Mixture:
     features: Tensor
     """(B, ...)."""
     labels: Tensor
-    """(B,) int64; of the sample whose part is the larger."""
+    """As the task has them; of the sample whose part is the larger."""
     others: Tensor | None = None
-    """(B,) int64, of the sample that was mixed in."""
+    """Of the sample that was mixed in."""
     part: float = 1.0
     """Of the first sample, in [0.5, 1]."""
 
@@ -98,12 +99,14 @@ class Objective:
     and a view.
 
     Args:
+        task: what the model answers.
         smoothing: part of each label that is spread evenly over all classes.
         mixup: alpha of the Beta distribution; 0 mixes nothing.
         seed: of the pairs and parts.
         replica: other replicas draw others.
     """
 
+    task: Task = field(default_factory=lambda: Classes(0))
     smoothing: float = 0.0
     mixup: float = 0.0
     seed: int = 0
@@ -124,12 +127,18 @@ class Objective:
         return Mixture(features.lerp(features[partners], 1 - part), labels, labels[partners], part)
 
     def loss(self, logits: Tensor, mixture: Mixture, weights: Tensor | None = None) -> Tensor:
-        """Return a batch's mean loss for (B, classes) logits; with (classes,) weights the weighted mean."""
-        loss = functional.cross_entropy(logits, mixture.labels, weight=weights, label_smoothing=self.smoothing)
+        """Return a batch's mean loss; with (classes,) `weights` the mean of cross-entropies that have these weights."""
+        if weights is not None:
+            return functional.cross_entropy(logits, mixture.labels, weight=weights, label_smoothing=self.smoothing)
+        loss = self.task.training_loss(logits, mixture.labels, smoothing=self.smoothing)
         if mixture.others is None:
             return loss
-        other = functional.cross_entropy(logits, mixture.others, weight=weights, label_smoothing=self.smoothing)
+        other = self.task.training_loss(logits, mixture.others, smoothing=self.smoothing)
         return mixture.part * loss + (1 - mixture.part) * other
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row, (B,), of which `loss` is the mean where nothing is mixed."""
+        return self.task.training_losses(logits, labels, smoothing=self.smoothing) * self.task.weights_of(labels)
 
 
 OWN_RATE = "own_lr"

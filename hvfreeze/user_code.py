@@ -20,14 +20,14 @@ from typing import Any
 
 from hvfreeze.errors import UsageError
 
-TIMM = "timm:"
-"""Begins the name of a model of the timm library."""
+TIMM, HF = "timm:", "hf:"
+"""Begin the names of a model of the timm library, and of what is in a folder or a repository of Hugging Face."""
 FORM = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 
 def is_named_code(text: str) -> bool:
     """Tell whether a setting names a function, as in my_package.models:tiny."""
-    return ":" in text and not text.startswith(TIMM)
+    return ":" in text and not text.startswith((TIMM, HF))
 
 
 def check_named_code(flag: str, text: str) -> None:

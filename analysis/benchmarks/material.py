@@ -125,7 +125,7 @@ def made_up_corpus(setting: Setting) -> Corpus:
     )
     ids = np.arange(samples, dtype=np.int64)
     plan = plan_shards(labels, ids, size=size, batch_size=setting.batch_rows, seed=0)
-    return Corpus(train=images, evaluated=images, evaluated_ids=ids[:size], plan=plan, notes=[])
+    return Corpus(train=images, evaluated=images, evaluated_ids=ids[:size], plan=plan, notes=[], task=images.task)
 
 
 def replicas_of(job: Job) -> DataParallel:

@@ -24,7 +24,7 @@ from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.kernel import KernelHead, fit_kernel
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import Chunk, RowInfo
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 
 WIDTH = 512
 PART = 2_000

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvfreeze.config.rules import is_table
 from hvfreeze.config.sections import AUTO, DATA_SETS, TEXT
 from hvfreeze.config.tree import (
     RENAMED,
@@ -123,7 +124,10 @@ def add_auto(auto: argparse.ArgumentParser) -> None:
     auto.description = "Fine-tune a model while that pays, then fit its head."
     shown = build(with_defaults({"freeze": AUTO}))
     auto.add_argument(
-        "source", nargs="?", metavar="DATA", help=f"folder with train/CLASS/, test/CLASS/; {', '.join(BUILT_IN)}"
+        "source",
+        nargs="?",
+        metavar="DATA",
+        help=f"folder with train/CLASS/, test/CLASS/; table (.csv); {', '.join(BUILT_IN)}",
     )
     auto.add_argument("--help-all", action=HelpAll, help="show every flag, with its whole text")
     for name in settings_of_auto():
@@ -194,7 +198,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def data_of(source: str, data_dir: str | None) -> dict[str, str]:
-    """Return the settings that name the data of `hvfreeze auto`: a built-in data set, code, or else a folder.
+    """Return the settings that name the data of `hvfreeze auto`: a built-in data set, code, a table, or else a folder.
 
     Raises:
         UsageError: it is a built-in data set and a folder, or a folder is named twice.
@@ -206,7 +210,7 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
                 "in another directory for the data set"
             )
         return {"data": source}
-    if is_named_code(source):
+    if is_named_code(source) or (is_table(source) and not os.path.isdir(source)):
         return {"data": source}
     if data_dir is not None:
         raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")

@@ -18,6 +18,8 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 FITS = ("crop", "squash", "pad")
 """How an image that is not square becomes one."""
+RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Filters by which images are resized, in Pillow's order."""
 COLOURS = {"white": "255,255,255", "black": "0,0,0"}
 MOST_VIEWS = 65536
 """A cached row's key leaves 16 bits to the view."""
@@ -193,6 +195,31 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     rule(ok, flag, text, "a number, or one for each of red, green and blue, as in 0.5,0.5,0.5")
     red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
     return red, green, blue
+
+
+def parse_class_weights(text: str) -> str | dict[str, float] | None:
+    """Return None for `none`, `balanced`, or weights by the names of classes, as in `cat=2,dog=0.5`.
+
+    Raises:
+        UsageError: it is neither, or names a class twice.
+    """
+    if text in ("none", "balanced"):
+        return None if text == "none" else text
+    pairs = [entry.rpartition("=")[::2] for entry in text.split(",")]
+    weights = {name: float_or_nan(number) for name, number in pairs}
+    ok = all(name and 0 < weight < math.inf for name, weight in weights.items())
+    wanted = "none, balanced, or NAME=W,NAME=W,... with weights above 0, as in cat=2,dog=0.5"
+    rule(ok and len(weights) == len(pairs), "class-weights", text, wanted)
+    return weights
+
+
+TABLES = (".csv", ".tsv", ".parquet")
+"""Suffixes of tables with the labels of images."""
+
+
+def is_table(text: str) -> bool:
+    """Return True if a text is the path of a table."""
+    return text.lower().endswith(TABLES)
 
 
 def is_url(text: str) -> bool:

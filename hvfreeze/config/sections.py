@@ -8,14 +8,17 @@ from typing import Annotated, Any
 
 from hvfreeze.config.rules import (
     FITS,
+    RESAMPLES,
     at_least,
     between,
     choice,
+    is_table,
     number_list,
     one_of,
     parse_bytes,
     parse_cadence,
     parse_channels,
+    parse_class_weights,
     parse_colour,
     parse_compression,
     parse_dirichlet,
@@ -45,7 +48,7 @@ from hvfreeze.config.section import (
     given_to,
     setting,
 )
-from hvfreeze.user_code import TIMM, check_named_code, is_named_code
+from hvfreeze.user_code import HF, TIMM, check_named_code, is_named_code
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -63,6 +66,12 @@ AUTO = "auto"
 AUTO_PARTS = ("votes", "guard", "last-solve")
 VOTE_WEIGHTS = ("uniform", "samples", "loss", "coverage", "snr")
 MOST_CELLS = 64
+METRICS = {
+    "classes": ("accuracy", "balanced-accuracy", "macro-f1", "auroc"),
+    "labels": ("average-precision", "macro-f1"),
+    "numbers": ("r2", "mae"),
+}
+"""By what labels are; the first is the default."""
 
 
 def voting(config: Any) -> tuple[str, ...]:
@@ -79,6 +88,7 @@ def is_cut(config: Any) -> bool:
 
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
+TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -120,17 +130,46 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, or package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
+        "package:function",
     )
     data_dir: str | None = setting(
         None,
         "DIR",
-        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; with --data text a "
-        "file, default: the sources of Python's standard library",
-        brief="where a built-in data set lies",
+        "where the data lies; default $HVFREEZE_DATA or a cache directory, none with imagefolder; of a table's images: "
+        "the table's folder; with --data text a file, default: the sources of Python's standard library",
+        brief="where a built-in data set, or a table's images, are",
         of=FILES,
     )
     context: Window = setting(64, "N", "characters of a window", of=WINDOWS)
+    task: Annotated[str, choice("auto", "classes", "labels", "numbers")] = setting(
+        "auto",
+        "WHAT",
+        "what labels are: classes (one a sample), labels (several a sample), numbers (regression), or auto (as they "
+        "look)",
+        brief="classes, labels (several a sample) or numbers",
+        of=IMAGES,
+    )
+    image_column: str | None = setting(
+        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+    )
+    label_column: str | None = setting(
+        None,
+        "NAME,...",
+        "the column with the labels; several columns have a label or a number each; default: label, class and the like",
+        brief="of a table: the column with the labels",
+        of=TABLE,
+    )
+    label_delimiter: str | None = setting(
+        None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
+    )
+    split_column: str | None = setting(
+        None,
+        "NAME",
+        "the column that says train, val or test; none: a tenth is held out; default: split, subset and the like",
+        of=TABLE,
+    )
+    test_table: str | None = setting(None, "FILE", "a table with the test samples, of the same columns", of=TABLE)
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="train on so many samples"
     )
@@ -144,7 +183,7 @@ class DataConfig(Section):
         None,
         "PIXELS",
         "side of the squares that images are brought to, see --fit; default: the images' own size, 128 for a folder of "
-        "images that differ in size",
+        "images that differ in size; with --model hf:... what its image processor says",
         brief="side in pixels; own size, or 128 if unequal",
         of=IMAGES,
     )
@@ -166,6 +205,9 @@ class DataConfig(Section):
         "PIXELS",
         "resize to this first; training crops --image-size out of it, evaluation takes the centre",
         of=IMAGES,
+    )
+    resample: Annotated[str, choice(*RESAMPLES)] = setting(
+        "bilinear", "FILTER", "how files of images are resized: " + ", ".join(RESAMPLES), of=IMAGES
     )
     mean: str | None = setting(
         None,
@@ -216,7 +258,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        else:
+        elif not is_table(self.data):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
@@ -227,6 +269,8 @@ class DataConfig(Section):
         )
         sized = self.fit == "crop" or self.image_size is not None
         rule(sized, "fit", self.fit, "given together with --image-size, the side of the squares")
+        rule(self.test_table is None or is_table(self.test_table), "test-table", self.test_table, "a table, as --data")
+        rule(self.label_delimiter != "", "label-delimiter", "''", "a text, and not empty")
         self.background_colour()
         self.statistics()
         text, alone = self.data == TEXT, self.validation_fraction == 0 or self.augment == "none"
@@ -376,7 +420,6 @@ class CacheConfig(Section):
         None,
         "DIR",
         "where its files stay after the run; default: the run directory",
-        brief="where they stay after the run",
         of=CACHED,
     )
     cache_dtype: Annotated[str, choice("native", "float16", "bfloat16")] = setting(
@@ -410,8 +453,8 @@ class ModelConfig(Section):
         "resnet18",
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
-        "--data text, timm:NAME, or package:function for your own",
-        brief="network: resnet18, timm:NAME, package:function",
+        "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function for your own",
+        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
     )
     blocks: str = setting(
         "auto",
@@ -423,7 +466,7 @@ class ModelConfig(Section):
         "none",
         "FILE",
         "none, DEFAULT or another of torchvision's names such as IMAGENET1K_V2 (downloaded), a URL, or a file with a "
-        "state_dict, also as safetensors",
+        "state_dict, also as safetensors; default: none, with --model hf:... DEFAULT, those beside the model",
         brief="DEFAULT (downloaded), a URL or a file",
     )
     reset_head: bool = setting(
@@ -438,8 +481,8 @@ class ModelConfig(Section):
             check_named_code("model", self.model)
             own = weights_entry(self.weights) is None
             rule(own, "weights", self.weights, "none or a file with a model of your own")
-        timms = not self.model.startswith(TIMM) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
-        rule(timms, "weights", self.weights, "none, DEFAULT or a file with a model of timm's")
+        whole = not self.model.startswith((TIMM, HF)) or weights_entry(self.weights) in (None, ("", "DEFAULT"))
+        rule(whole, "weights", self.weights, "none, DEFAULT or a file with a model of timm's or Hugging Face's")
         rule(bool(self.blocks), "blocks", repr(self.blocks), "auto, stage, residual, paper or NAME,NAME,...")
 
 
@@ -509,14 +552,12 @@ class OptimizerConfig(Section):
         "NAME",
         "sgd, adamw, or lars (SGD whose steps are in proportion to each tensor); hvfreeze auto chooses unless it is "
         "given",
-        brief="sgd, adamw or lars, if not chosen",
         of=TRAINED,
     )
     lr: Positive = setting(
         By("optimizer", sgd=0.1, adamw=1e-3, lars=3.0, auto=AUTO_RATE),
         "LR",
         "learning rate, used as given for any number of ranks",
-        brief="learning rate, if not chosen",
         of=(TRAINED, NAMED),
     )
     head_lr: str | None = setting(
@@ -540,6 +581,14 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    class_weights: str = setting(
+        "none",
+        "HOW",
+        "how much samples of a class count: none (all alike), balanced (the rarer the class, the more) or "
+        "NAME=W,NAME=W,... (other classes 1; what counts is how weights compare)",
+        brief="balanced: rare classes count more",
+        of=IMAGES,
+    )
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
@@ -562,6 +611,7 @@ class OptimizerConfig(Section):
         self.head_rates()
         rule(not self.nesterov or self.momentum > 0, "nesterov", True, "used with a --momentum above 0")
         parse_compression(self.compression)
+        parse_class_weights(self.class_weights)
 
     def steps_per_epoch(self, batches: int) -> int:
         """Return the optimizer steps of an epoch of so many batches; the last may be of fewer than the others."""
@@ -603,6 +653,15 @@ class RunConfig(Section):
     )
     keep: Annotated[str, choice("last", "best")] = setting(
         "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
+    )
+    metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
+        None,
+        "NAME",
+        "by which models are compared on held-out samples, by hvfreeze auto, --keep best and --early-stop: accuracy, "
+        "balanced-accuracy, macro-f1 or auroc of classes (default: accuracy, in hvfreeze auto the loss), "
+        "average-precision (default) or macro-f1 of several labels, r2 (default) or mae of numbers",
+        brief="held-out metric that decides, as macro-f1",
+        of=IMAGES,
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(
         None,

@@ -32,6 +32,7 @@ from hvfreeze.config.sections import (
 from hvfreeze.errors import UsageError
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 
 SOLVED = ("static", 1)
@@ -102,7 +103,7 @@ class Config:
     def _check_text(self) -> None:
         model, text = self.model.model, self.data.data == TEXT
         rule(text or model != TINY_LM, "model", model, f"given together with --data {TEXT}", "it reads characters")
-        fits = not text or model == TINY_LM or (":" in model and not model.startswith("timm:"))
+        fits = not text or model == TINY_LM or is_named_code(model)
         rule(fits, "model", model, f"{TINY_LM} or package:function with --data {TEXT}")
         fits, wanted = not text or self.strategy.reads_text, " or ".join(TEXT_STRATEGIES)
         rule(fits, "strategy", self.strategy.strategy, f"{wanted} with --data {TEXT}")
@@ -252,11 +253,14 @@ def strategy_of(found: Mapping[str, Any]) -> type[StrategyConfig]:
 
 
 def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults that their strategy, or hvfreeze auto, has for those that are not given.
+    """Return settings with the defaults that their strategy, model, or hvfreeze auto has for those that are not given.
 
     The rate is AdamW's, and left to others; who gives a rate and no optimizer has AdamW.
     """
     usual = dict(strategy_of(found).defaults)
+    if str(found.get("model")).startswith(HF):
+        # A folder of Hugging Face has the weights beside the model.
+        usual["weights"] = "DEFAULT"
     if found.get("freeze") == AUTO:
         usual |= AUTO_DEFAULTS
         if found.get("head") == "last":

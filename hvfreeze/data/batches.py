@@ -25,6 +25,7 @@ from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
 from hvfreeze.data.windows import Shift, Windows
 from hvfreeze.errors import RefusedError
+from hvfreeze.tasks import Task
 from hvfreeze.wording import plural
 
 
@@ -37,6 +38,8 @@ class Corpus:
     evaluated_ids: Ids
     plan: ShardPlan
     notes: list[str]
+    task: Task
+    """What the run's models answer."""
 
     def identities(self) -> dict[str, str]:
         """Return digests of the samples, equal for equal data on other machines."""
@@ -56,7 +59,7 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
 
     Raises UsageError where there are fewer samples than the settings ask for, RefusedError where none can be used.
     """
-    train, labels = splits.train, splits.train.labels.numpy()
+    train, labels = splits.train, splits.train.strata
     ids = train.ids
     for name, part in (("training", train), *([] if data.validation_fraction > 0 else [("test", splits.test)])):
         if not len(part.ids):
@@ -99,7 +102,7 @@ def deal(
     """
     ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
     plan = plan_shards(
-        splits.train.labels.numpy(),
+        splits.train.strata,
         ids,
         size=replicas,
         batch_size=1,
@@ -125,14 +128,14 @@ def deal(
             f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
             f"every shard makes {plural(plan.batches_per_epoch, 'whole batch', 'whole batches')} of {batch_size}"
         )
-    return Corpus(splits.train, evaluated, evaluated_ids, plan, notes)
+    return Corpus(splits.train, evaluated, evaluated_ids, plan, notes, splits.train.task)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Samples of a forward pass: (B,) ids and views, and labels; `counted` of them are real, the rest pads the shape.
 
-    Labels are (B,) classes, or the (B, T) characters that follow those of windows.
+    Labels are as the task has them, or the (B, T) characters that follow those of windows.
     """
 
     ids: Ids
@@ -166,8 +169,8 @@ class TrainFeed:
 
     plan: ShardPlan
     replica: int
-    labels: Tensor
-    """(samples,) int64 by which samples are shared out; those of a batch come from `images`."""
+    strata: NDArray[np.int64]
+    """(samples,) int64 by which samples are shared out; the labels of a batch come from `images`."""
     images: Inputs
     rows: int
     """Of a batch that trains nothing."""
@@ -201,7 +204,7 @@ class TrainFeed:
         step = self.plan.samples * max(1, self.images.transform.augment.num_views) // FEW_VIEWS
         if step < 2:
             return None, self.every_view()
-        few = np.zeros(len(self.labels), dtype=np.bool_)
+        few = np.zeros(len(self.strata), dtype=np.bool_)
         few[np.unique(np.concatenate(self.plan.shards))[::step]] = True
         return self.every_view(of=few), self.every_view(of=~few)
 
@@ -235,8 +238,8 @@ class TrainFeed:
         A function of the data seed and of all replicas' samples, so equal on all replicas.
         """
         ids = np.unique(np.concatenate(self.plan.shards))
-        _, held = split_validation(self.labels.numpy(), ids, fraction=fraction, seed=self.plan.seed)
-        chosen = np.zeros(len(self.labels), dtype=np.bool_)
+        _, held = split_validation(self.strata, ids, fraction=fraction, seed=self.plan.seed)
+        chosen = np.zeros(len(self.strata), dtype=np.bool_)
         chosen[held] = True
         return chosen
 
@@ -327,7 +330,7 @@ def open_feeds(
         partial(load, corpus.evaluated, corpus.share(replica), parse_augment("none"), pools[1]),
     )
     rows = corpus.plan.batch_size if rows is None else rows
-    return TrainFeed(corpus.plan, replica, corpus.train.labels, train, rows), evaluated
+    return TrainFeed(corpus.plan, replica, corpus.train.strata, train, rows), evaluated
 
 
 def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -21,16 +19,6 @@ def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
         return None
     largest = int(samples.argmax())
     return largest, float(samples[largest] / samples.sum())
-
-
-def balanced_accuracy(counts: ArrayLike, right: ArrayLike) -> float:
-    """Return the mean over classes of which part of their samples is answered right; those without samples count not.
-
-    `counts` are each class's samples, `right` how many of these are. NaN where there are none.
-    """
-    samples, hits = np.asarray(counts, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    there = samples > 0
-    return float((hits[there] / samples[there]).mean()) if there.any() else math.nan
 
 
 def accuracy_in_words(

@@ -16,15 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.config.rules import is_table, rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
 from hvfreeze.data.shards import evenly, split_validation
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
+from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import plural
 
@@ -54,9 +57,9 @@ class ImageSet:
 
     name: str
     classes: tuple[str, ...]
-    """Of a text, its characters."""
+    """Names of what a model answers: classes, labels or numbers; of a text, its characters."""
     labels: Tensor
-    """(N,) int64; of a text's windows all 0."""
+    """As the task has them, of N rows; of a text's windows (N,) zeros."""
     mean: Triple
     """Per channel, of pixels scaled to 0-1."""
     std: Triple
@@ -65,9 +68,21 @@ class ImageSet:
     source: ArraySource | FileSource | DatasetSource | TextSource
     broken: Mapping[int, str] = field(default_factory=dict)
     """Samples that are left out because they cannot be decoded, and why."""
+    kind: str = "classes"
+    """What labels are, see `tasks.TASKS`."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def task(self) -> Task:
+        """What a model of these samples answers."""
+        return TASKS[self.kind](len(self.classes))
+
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """(N,): by which samples are shared out evenly."""
+        return self.task.strata(self.labels).numpy()
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -108,7 +123,8 @@ class ImageSet:
             local: Whether times of modification count, which find more changes to image files. Leave them out to
                 compare ranks on different machines, whose copies of a folder were made at different times.
         """
-        digest = hashlib.sha256(repr((self.name, self.classes)).encode())
+        kind = () if self.kind == "classes" else (self.kind,)
+        digest = hashlib.sha256(repr((self.name, self.classes, *kind)).encode())
         digest.update(self.labels.numpy().data)
         digest.update(self.source.identity(local=local).encode())
         return digest.hexdigest()
@@ -163,19 +179,25 @@ def has_splits(root: Path) -> bool:
 def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
     """Return the folder of a data set; the working directory for data sets that need none.
 
+    The images of a table are in its folder if no other is named.
+
     Raises UsageError where no folder is named, and none is known.
     """
     if directory is not None:
         return Path(directory)
+    if is_table(name):
+        return Path(name).parent
     return Path() if name in ("digits", "text") or is_named_code(name) else default_directory()
 
 
-def list_data(name: str, directory: str | os.PathLike[str] | None) -> Folders | None:
-    """Return what `open_data` must know of a tree of image files, by one pass over it; None where there is no tree.
+def list_data(name: str, directory: str | os.PathLike[str] | None, columns: Columns = USUAL_COLUMNS) -> Folders | None:
+    """Return what `open_data` must know of image files, by one pass over a tree or a table; None if there are none.
 
     Raises RefusedError where data is missing, unreadable or inconsistent.
     """
     root = root_of(name, directory)
+    if is_table(name):
+        return list_table(Path(name), root, columns)
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
@@ -199,11 +221,14 @@ def open_data(
     reading: Reading = USUAL,
     skip_bad: bool = False,
     context: int = 64,
+    task: str = "auto",
+    columns: Columns = USUAL_COLUMNS,
 ) -> DataSplits:
     """Return the splits of a data set, without decoding image files.
 
     Args:
-        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, or package:function; see `data.own`.
+        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, the path of a table, see `data.tables`, or
+            package:function, see `data.own`.
         directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
@@ -212,26 +237,31 @@ def open_data(
         reading: How images become pixels.
         skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
         context: Characters of a window of a text.
+        task: what labels are, see `tasks.TASKS`; auto is as they look. Only tables and custom datasets leave it open.
+        columns: what a table has where.
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
         UsageError: Images differ in size and `image_size` is None.
     """
+    fixed = task in ("auto", "classes") or is_named_code(name) or is_table(name)
+    rule(fixed, "task", task, f"auto or classes with --data {name}, whose labels are classes")
     if name == "digits":
         return _open_digits(image_size)
     if name == "text":
         return _open_text(directory, context)
     if is_named_code(name):
         folder = None if directory is None else os.fspath(directory)
-        return _from_own(open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad))
+        own = open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad, task=task)
+        return _from_own(own)
     root = root_of(name, directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
         train, test = (_from_array(name, *split, read.classes, image_size) for split in (read.train, read.test))
         return DataSplits(train=train, test=test)
-    if name not in _STATISTICS:
+    if name not in _STATISTICS and not is_table(name):
         raise UsageError(f"--data ({name}) must be one of {', '.join(_STATISTICS)}")
-    folders = list_data(name, root) if listed is None else listed
+    folders = list_data(name, root, columns) if listed is None else listed
     assert folders is not None
     return _open_folders(name, root, image_size, folders, reading)
 
@@ -270,22 +300,27 @@ def _from_array(
     name: str, pixels: PixelArray, labels: Sequence[int], classes: tuple[str, ...], image_size: int | None
 ) -> ImageSet:
     side = None if image_size is None else min(image_size, *pixels.shape[2:])
-    return _image_set(name, classes, labels, ArraySource(pixels=pixels, side=side))
+    known = torch.tensor(labels, dtype=torch.int64)
+    return _image_set(name, classes, known, ArraySource(pixels=pixels, side=side))
 
 
 def _image_set(
-    name: str, classes: tuple[str, ...], labels: Sequence[int], source: ArraySource | FileSource
+    name: str, classes: tuple[str, ...], labels: Tensor, source: ArraySource | FileSource, kind: str = "classes"
 ) -> ImageSet:
     mean, std = _STATISTICS[name]
-    known = torch.tensor(labels, dtype=torch.int64)
-    return ImageSet(name=name, classes=classes, labels=known, mean=mean, std=std, flips=name != "digits", source=source)
+    flips = name != "digits"
+    return ImageSet(
+        name=name, classes=classes, labels=labels, mean=mean, std=std, flips=flips, source=source, kind=kind
+    )
 
 
 def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     """Return the splits of a data set of the user's own, whose classes are named by it, else by their numbers."""
     train, test = splits["train"], splits["test"]
     name = train.source.name
-    shown = {part: {n for row, n in enumerate(s.labels) if row not in s.broken} for part, s in splits.items()}
+    if train.kind != "classes":
+        return _from_own_rows(splits)
+    shown = {part: {n for row, n in enumerate(s.labels.tolist()) if row not in s.broken} for part, s in splits.items()}
     used = sorted(shown["train"] | shown["test"]) or [0]
     if len(used) > MOST_CLASSES and 2 * len(used) > len(train.labels):
         raise RefusedError(
@@ -321,7 +356,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
             name=name,
             classes=classes,
             # Labels of broken samples mean nothing.
-            labels=torch.tensor([number.get(label, 0) for label in split.labels], dtype=torch.int64),
+            labels=torch.tensor([number.get(label, 0) for label in split.labels.tolist()], dtype=torch.int64),
             mean=mean,
             std=std,
             flips=train.flips,
@@ -333,12 +368,42 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
 
 
+def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
+    """Return the splits of a data set of the user's own whose labels are several a sample, or numbers."""
+    train, test = splits["train"], splits["test"]
+    name, outputs = train.source.name, train.labels.shape[1]
+    names, kind = train.classes or tuple(map(str, range(outputs))), train.kind
+    alike = test.classes in (train.classes, None) and len(set(names)) == len(names) == outputs and all(names)
+    if not alike:
+        raise RefusedError(
+            f"--data ({name}): classes must be {plural(outputs, 'different name')}, one for each entry of a label, "
+            f"none empty, the same in train and test; train names {len(names)}"
+        )
+    notes, (mean, std) = list[str](), _STATISTICS["imagefolder"]
+    sets = {
+        part: ImageSet(
+            name=name,
+            classes=names,
+            labels=split.labels,
+            mean=mean,
+            std=std,
+            flips=train.flips,
+            source=split.source,
+            broken=split.broken,
+            kind=kind,
+        )
+        for part, split in splits.items()
+    }
+    notes += notes_on_absent(sets)
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
+
+
 UNEQUAL_SIDE = 128
 """Pixels of the side that a folder's images are brought to where they differ in size and none is given."""
 
 
-def _open_folders(name: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
-    listings = folders.listings
+def _open_folders(data: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
+    listings, name = folders.listings, "imagefolder" if is_table(data) else data
     num_classes = len(listings["train"].classes)
     if name in ARCHIVES and num_classes != ARCHIVES[name].num_classes:
         raise RefusedError(
@@ -363,5 +428,16 @@ def _open_folders(name: str, root: Path, image_size: int | None, folders: Folder
             reading=reading,
             oblong=is_oblong(folders.counts),
         )
-        sets[part] = _image_set(name, listing.classes, listing.labels(), source)
-    return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut])
+        sets[part] = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+    return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut, *notes_on_absent(sets)])
+
+
+def notes_on_absent(sets: Mapping[str, ImageSet]) -> list[str]:
+    """Return notes on labels, of several a sample, that no training or test sample has."""
+    notes = []
+    for part, image_set in sets.items():
+        present = image_set.task.present(image_set.labels[torch.from_numpy(image_set.ids)])
+        if image_set.kind == "labels" and not present.all():
+            lacking = [image_set.classes[place] for place in (~present).nonzero().flatten()]
+            notes.append(f"no {part}{'ing' if part == 'train' else ''} sample has label {first_few(lacking)}")
+    return notes

@@ -256,7 +256,7 @@ class Images:
     pixels: MemoryPixels | StreamedPixels
     transform: Transform
     labels: Tensor
-    """(samples,) int64, of all samples of the set."""
+    """Of all samples of the set, as the task has them."""
 
     def load(self, ids: Ids, views: Ids) -> Tensor:
         """Return (B, C, S, S) float32, channels last, augmented and normalised; row i shows view views[i] of ids[i]."""
@@ -264,7 +264,7 @@ class Images:
         return images.contiguous(memory_format=torch.channels_last)
 
     def labels_of(self, ids: Ids, views: Ids) -> Tensor:
-        """Return (B,) int64."""
+        """Return the labels of B samples."""
         return self.labels[torch.from_numpy(ids)]
 
     def prefetch(self, batches: Iterable[Ids]) -> None:

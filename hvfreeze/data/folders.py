@@ -15,13 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import Sizes, open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders
 from hvfreeze.errors import RefusedError
+from hvfreeze.tasks import TASKS
 from hvfreeze.wording import plural
 
 MOST_SUFFIXES = 8
@@ -45,18 +48,25 @@ class Listing:
     """When each was last changed, in nanoseconds; empty for a listing from another rank."""
     notes: tuple[str, ...] = ()
     """What the user should know of files that are passed over."""
+    given: NDArray[np.generic] | None = None
+    """The labels of the paths, as the task has them; None: each path's class is its folder."""
+    kind: str = "classes"
+    """What labels are, see `tasks.TASKS`."""
 
-    def labels(self) -> list[int]:
-        """Return the class of every path, an index into `classes`."""
+    def labels(self) -> Tensor:
+        """Return the labels of the paths; a class is an index into `classes`."""
+        if self.given is not None:
+            return torch.from_numpy(self.given)
         label_of = {meant_by(name): label for label, name in enumerate(self.classes)}
         folders = {path.partition("/")[0] for path in self.paths}
         labels = {name: label_of[meant_by(name)] for name in folders}
-        return [labels[path.partition("/")[0]] for path in self.paths]
+        return torch.tensor([labels[path.partition("/")[0]] for path in self.paths], dtype=torch.int64)
 
     def chosen(self, rows: Ids) -> Listing:
         """Return the listing of some of its images."""
         paths = tuple(self.paths[row] for row in rows)
-        return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows])
+        given = None if self.given is None else self.given[rows]
+        return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows], given=given)
 
     def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
         """Return the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
@@ -99,8 +109,12 @@ class Folders:
     """By split, a digest of when its files were changed on this machine."""
 
     def digest(self) -> str:
-        """Return the SHA-256 over splits, classes, paths and sizes, equal for equal trees on other machines."""
-        parts = [(n, each.classes, digest_of_files(each.paths, each.num_bytes)) for n, each in self.listings.items()]
+        """Return the SHA-256 over splits, labels, paths and sizes, equal for equal trees on other machines."""
+        parts = [
+            (name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind)
+            + (() if each.given is None else (hashlib.sha256(each.given.tobytes()).hexdigest(),))
+            for name, each in self.listings.items()
+        ]
         return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()
 
     def to_send(self) -> Folders:
@@ -120,7 +134,14 @@ def list_folders(root: Path) -> Folders:
 
     Raises RefusedError as `find_splits` does, and where one of the images that are looked at is none.
     """
-    listings, notes = find_splits(root)
+    return folders_of(root, *find_splits(root))
+
+
+def folders_of(root: Path, listings: dict[str, Listing], notes: list[str]) -> Folders:
+    """Return what a rank must know of listed images; the headers of a few are read.
+
+    Raises RefusedError where one of the images that are looked at is none.
+    """
     counts = Sizes()
     sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes(counts).items()}
     local = {name: hashlib.sha256(each.times.tobytes()).hexdigest() for name, each in listings.items()}
@@ -425,7 +446,7 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     entries = _entries(root, passed)
     splits = _splits_among(root, entries)
     if not splits:
-        return _hold_out(scan(root))
+        return hold_out(scan(root), f"{root} has class folders only")
     names = [folder.name for folder in splits.values()]
     if "train" not in splits or len(splits) == 1:
         raise RefusedError(
@@ -443,18 +464,22 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     return {"train": train, "test": test}, [*notes, *passed.notes(root), *train.notes, *test.notes]
 
 
-def _hold_out(everything: Listing) -> tuple[dict[str, Listing], list[str]]:
+def hold_out(everything: Listing, why: str) -> tuple[dict[str, Listing], list[str]]:
+    """Return a training and a test set, a fixed share of the images of each class, and notes, which say `why`.
+
+    Raises:
+        RefusedError: there are too few images.
+    """
     total = len(everything.paths)
     if total < 2 * len(everything.classes):
-        raise RefusedError(
-            f"{everything.root} holds {plural(total, 'image')}, too few to hold out a test set; bring train/ and test/ "
-            "folders"
-        )
+        raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; bring a test set")
     fraction = max(_HOLD_OUT_FRACTION, 1 / total)
-    kept, held = split_validation(everything.labels(), np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
-    train, test = (everything.chosen(ids) for ids in (kept, held))
-    note = f"{everything.root} has class folders only: a fixed {_HOLD_OUT_FRACTION:.0%} of each class is the test set"
-    return {"train": train, "test": test}, [f"{note}, {len(held)} of {total} images", *everything.notes]
+    strata = TASKS[everything.kind](len(everything.classes)).strata(everything.labels()).numpy()
+    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
+    train, test = (replace(everything.chosen(ids), notes=()) for ids in (kept, held))
+    each = " of each class" if everything.kind == "classes" else ""
+    note = f"{why}: a fixed {_HOLD_OUT_FRACTION:.0%}{each} is the test set, {len(held)} of {total} images"
+    return {"train": train, "test": test}, [note, *everything.notes]
 
 
 def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:

@@ -185,6 +185,8 @@ class FileSource:
             found += " reduced"
         if self.side is not None and fit != "crop":
             found += f" {fit} {background if fit == 'pad' else ''}"
+        if self.side is not None and self.reading.resample != USUAL.resample:
+            found += f" {self.reading.resample}"
         return found
 
 

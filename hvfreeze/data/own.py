@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ from hvfreeze.data.reading import (
 )
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import call, code_sha256, told
 from hvfreeze.wording import plural
 
@@ -86,6 +86,8 @@ class DatasetSource:
             digest.update(f"reading {version} {background if version > 2 else ''}".rstrip().encode())
         if self.side is not None and fit != "crop":
             digest.update(f"{fit} {background}".encode())
+        if self.side is not None and self.reading.resample != USUAL.resample:
+            digest.update(self.reading.resample.encode())
         return digest.hexdigest()
 
 
@@ -94,7 +96,10 @@ class OwnSplit:
     """One split of a data set of the user's own."""
 
     source: DatasetSource
-    labels: list[int]
+    kind: str
+    """What labels are, see `tasks.TASKS`."""
+    labels: Tensor
+    """(N,) int64, or (N, outputs) float32."""
     broken: Mapping[int, str]
     """Samples that cannot be read, and why; their labels mean nothing."""
     classes: tuple[str, ...] | None
@@ -103,9 +108,17 @@ class OwnSplit:
 
 
 def open_own(
-    name: str, directory: str | None, *, image_size: int | None, reading: Reading = USUAL, skip_bad: bool = False
+    name: str,
+    directory: str | None,
+    *,
+    image_size: int | None,
+    reading: Reading = USUAL,
+    skip_bad: bool = False,
+    task: str = "auto",
 ) -> dict[str, OwnSplit]:
     """Return the splits `train` and `test` that the function `name` makes, with images of `one_shape`.
+
+    `task` is a key of `tasks.TASKS`, or auto: the data set's own word (`task`), else as its training labels look.
 
     Raises:
         UsageError: there is no such function, or it fails; or images differ in size and `image_size` is None.
@@ -113,7 +126,15 @@ def open_own(
         BrokenImagesError: samples cannot be read, and `skip_bad` does not leave them out; names them all.
     """
     made = {split: make(name, directory, split) for split in ("train", "test")}
-    labels = {split: labels_of(name, dataset) for split, dataset in made.items()}
+    given = getattr(made["train"], "task", "auto") if task == "auto" else task
+    if given != "auto" and given not in TASKS:
+        raise RefusedError(f"--data ({name}): the data set's task ({given}) must be one of {', '.join(TASKS)}")
+    said = {split: labels_of(name, dataset) for split, dataset in made.items()}
+    kind = kind_of(said["train"][0]) if given == "auto" else given
+    labels = {split: (tensor_of(name, split, *found, kind=kind), found[1]) for split, found in said.items()}
+    if len({found.shape[1:] for found, _ in labels.values()}) > 1:
+        lengths = " and ".join(f"{found.shape[1]} entries in {split}" for split, (found, _) in labels.items())
+        raise RefusedError(f"--data ({name}): labels have {lengths}, and must have equally many in both")
     broken = [reason for _, reasons in labels.values() for reason in reasons.values()]
     if broken and not skip_bad:
         raise BrokenImagesError(broken)
@@ -124,6 +145,7 @@ def open_own(
     cut = notes_on_crop(counts, side=side, fit=reading.fit)
     return {
         split: OwnSplit(
+            kind=kind,
             source=DatasetSource(
                 name=name,
                 dataset=dataset,
@@ -188,27 +210,72 @@ def look(
     return sizes, list(special.items())
 
 
-def labels_of(name: str, dataset: Any) -> tuple[list[int], dict[int, str]]:
-    """Return every sample's label, and the samples that cannot be read for theirs, and why; their label is 0.
+Label = int | float | list[float]
 
-    Raises RefusedError where a label is no whole number from 0.
+
+def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, str]]:
+    """Return every sample's label, and the samples that cannot be read for theirs, and why; their label is None.
+
+    Raises RefusedError where a label is neither a number nor a list of numbers.
     """
     targets = getattr(dataset, "targets", None)
     known = targets if targets is not None and len(targets) == len(dataset) else None
-    labels, broken = [], {}
+    labels, broken = list[Label | None](), {}
     for row in range(len(dataset)):
         try:
             label = known[row] if known is not None else sample(name, dataset, row)[1]
         except TooLargeError:
             raise
         except RefusedError as error:
-            label, broken[row] = 0, str(error)
-        number = isinstance(label, (np.generic, np.ndarray, Tensor)) and math.prod(label.shape) == 1
-        whole = label.item() if number else label
-        if type(whole) is not int or whole < 0:
-            raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be a whole number from 0")
-        labels.append(whole)
+            broken[row] = str(error)
+            labels.append(None)
+            continue
+        plain = label.tolist() if isinstance(label, (np.generic, np.ndarray, Tensor)) else label
+        if isinstance(plain, (list, tuple)) and plain and all(type(each) in (int, float, bool) for each in plain):
+            plain = [float(each) for each in plain]
+        elif type(plain) not in (int, float):
+            raise RefusedError(
+                f"--data ({name}): the label of sample {row} ({label!r}) must be a whole number from 0 for one class, "
+                "a list of 0 and 1 for several labels, or a number, or a list of them, for regression"
+            )
+        if not np.isfinite(plain).all():
+            raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be finite")
+        labels.append(plain)
     return labels, broken
+
+
+def kind_of(labels: Sequence[Label | None]) -> str:
+    """Return what labels look like: lists of 0 and 1, other lists and fractions, or whole numbers, which are classes.
+
+    Lists of one number are numbers.
+    """
+    known = [each if isinstance(each, list) else [each] for each in labels if each is not None]
+    if any(len(each) > 1 for each in known):
+        return "labels" if all(entry in (0, 1) for each in known for entry in each) else "numbers"
+    return "numbers" if any(type(entry) is float and entry % 1 for each in known for entry in each) else "classes"
+
+
+def tensor_of(name: str, split: str, labels: Sequence[Label | None], broken: Mapping[int, str], *, kind: str) -> Tensor:
+    """Return labels as the task `kind` has them, 0 for broken samples. Raises RefusedError where one does not fit."""
+    rows = [each if isinstance(each, list) else [each] for each in labels if each is not None]
+    width = 1 if kind == "classes" else max(map(len, rows), default=1)
+    wanted, right = {
+        "classes": ("a whole number from 0", lambda entry: entry % 1 == 0 and entry >= 0),
+        "labels": (f"0 or 1, {width} times", lambda entry: entry in (0, 1)),
+        "numbers": (plural(width, "number"), lambda entry: True),
+    }[kind]
+    whole = []
+    for row, label in enumerate(labels):
+        entries = [0.0] * width if label is None else label if isinstance(label, list) else [label]
+        if len(entries) != width or not all(map(right, entries)):
+            raise RefusedError(
+                f"--data ({name}): the label of sample {row} of {split} ({label!r}) must be {wanted}, as --task {kind} "
+                "has it; mend it, or name another --task"
+            )
+        whole.append(entries)
+    if kind == "classes":
+        return torch.tensor([int(entry) for entries in whole for entry in entries], dtype=torch.int64)
+    return torch.tensor(whole, dtype=torch.float32).reshape(-1, width)
 
 
 def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:

@@ -40,6 +40,13 @@ class Reading:
     """Behind transparent parts, and around images that are padded."""
     fit: str = "crop"
     """One of `config.rules.FITS`."""
+    resample: str = "bilinear"
+    """One of `config.rules.RESAMPLES`."""
+
+    @property
+    def filter(self) -> Image.Resampling:
+        """How Pillow resizes images."""
+        return Image.Resampling[self.resample.upper()]
 
 
 def reading_of(data: DataConfig) -> Reading:
@@ -48,7 +55,7 @@ def reading_of(data: DataConfig) -> Reading:
     A Dataset of the user's own decodes its images itself, whole; so must whoever applies the model.
     """
     version = 3 if is_named_code(data.data) else READING
-    return Reading(version=version, background=data.background_colour(), fit=data.fit)
+    return Reading(version=version, background=data.background_colour(), fit=data.fit, resample=data.resample)
 
 
 USUAL = Reading()
@@ -289,7 +296,7 @@ def picture_of(pixels: Tensor) -> Image.Image:
 
 
 def fitted(image: Image.Image, height: int, width: int, *, reading: Reading = USUAL) -> Image.Image:
-    """Return an image in this size (bilinear), made to fit as `reading` says.
+    """Return an image in this size, resampled and made to fit as `reading` says.
 
     `crop` takes the largest centred part of these proportions, a square where both are equal; `squash` takes all of the
     image; `pad` too, in its own proportions, in the middle of the background. That is the image itself where it has
@@ -298,13 +305,13 @@ def fitted(image: Image.Image, height: int, width: int, *, reading: Reading = US
     if (image.height, image.width) == (height, width):
         return image
     if reading.fit == "squash":
-        return image.resize((width, height), Image.Resampling.BILINEAR)
+        return image.resize((width, height), reading.filter)
     if reading.fit == "pad":
         scale = min(width / image.width, height / image.height)
         inner = [max(1, round(length * scale)) for length in image.size]
         padded = Image.new("RGB", (width, height), reading.background)
         padded.paste(
-            image.resize((inner[0], inner[1]), Image.Resampling.BILINEAR),
+            image.resize((inner[0], inner[1]), reading.filter),
             ((width - inner[0]) // 2, (height - inner[1]) // 2),
         )
         return padded
@@ -314,7 +321,7 @@ def fitted(image: Image.Image, height: int, width: int, *, reading: Reading = US
     box = (left, top, left + part_width, top + part_height)
     if (part_height, part_width) == (height, width):
         return image.crop(box)
-    return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+    return image.resize((width, height), reading.filter, box=box)
 
 
 Sizes = Counter[tuple[int, int]]

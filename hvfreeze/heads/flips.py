@@ -33,9 +33,9 @@ from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import every_block
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.tasks import Task
 
 SAMPLES = 500
 """Of all ranks, and as many flips: few enough for each to be left out in turn and to judge."""
@@ -111,7 +111,14 @@ def is_open(config: Config, *, flips: bool) -> bool:
 
 
 def find_out(
-    chain: Chain, feed: TrainFeed, image_shape: tuple[int, ...], *, trained: bool, place: int, world: World
+    chain: Chain,
+    feed: TrainFeed,
+    image_shape: tuple[int, ...],
+    *,
+    task: Task,
+    trained: bool,
+    place: int,
+    world: World,
 ) -> Finding | None:
     """Return what training samples say of horizontal flips, None where there are too few. Collective.
 
@@ -121,18 +128,19 @@ def find_out(
         chain: the model, equal on all ranks.
         feed: all of this replica's training samples.
         image_shape: (C, H, W) of the images that the model sees.
+        task: what a head answers.
         trained: whether the chain's weights were trained before.
         place: of this rank in its replica, of which the first one reads the samples.
         world: all ranks.
     """
     ids = np.unique(np.concatenate(feed.plan.shards))
-    labels = feed.labels.numpy()
-    classes = len(np.unique(labels[ids]))
-    if classes < 2 or len(ids) < FEWEST:
+    strata = feed.strata
+    present = len(np.unique(strata[ids]))
+    if present < 2 or len(ids) < FEWEST:
         return None
     if len(ids) > SAMPLES:
         some = slice(None, None, -(-len(ids) // SAMPLES))
-        ids = ids[stratified_subset(labels[ids], SAMPLES, seed=feed.plan.seed) if classes <= SAMPLES else some]
+        ids = ids[stratified_subset(strata[ids], SAMPLES, seed=feed.plan.seed) if present <= SAMPLES else some]
     images = feed.images.shown(MIRRORED, mirrors=True)
     assert isinstance(images, Images), "a text has no mirror images"
 
@@ -140,11 +148,11 @@ def find_out(
         features, seen = features_of(chain, torch.zeros(1, *image_shape), trained=trained)
         # Of a replica one rank reads the samples that it alone has.
         own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
-        return rows_of(features, images, own, width=features(torch.zeros(1, *image_shape)).shape[1]), seen
+        return rows_of(features, images, own, task, width=features(torch.zeros(1, *image_shape)).shape[1]), seen
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
         rows, seen = raise_on_all_ranks(world, see, name="mirror")
-    fit = partial(fit_kernel, task=Classes(int(labels.max()) + 1), world=world, memory_bytes=0)
+    fit = partial(fit_kernel, task=task, world=world, memory_bytes=0)
     try:
         fits = [fit(each) for each in rows]
     except NumericsError:
@@ -178,7 +186,9 @@ def coarse_pixels(images: Tensor) -> Tensor:
     return functional.adaptive_avg_pool2d(images, (CELLS, CELLS)).flatten(1)
 
 
-def rows_of(features: Features, images: Images, own: Ids, *, width: int) -> tuple[RowsInMemory, RowsInMemory]:
+def rows_of(
+    features: Features, images: Images, own: Ids, task: Task, *, width: int
+) -> tuple[RowsInMemory, RowsInMemory]:
     """Return rows, `width` wide, of the samples `own` with their flips, and without; there may be none.
 
     Those that are no flips are held out: in turn, where rows are few.
@@ -187,6 +197,12 @@ def rows_of(features: Features, images: Images, own: Ids, *, width: int) -> tupl
     announce(images, batches)
     found = [features(images.load(batch.ids, batch.views))[: batch.counted] for batch in batches]
     samples, count = torch.from_numpy(np.concatenate([own, own])), len(own)
-    columns = torch.cat([torch.zeros(0, width), *found]), images.labels[samples], torch.arange(2 * count) < count
-    plain = (column[:count] for column in (*columns, samples))
-    return RowsInMemory(*columns, samples), RowsInMemory(*plain)
+    labels = images.labels[samples]
+    columns = (
+        torch.cat([torch.zeros(0, width), *found]),
+        labels,
+        torch.arange(2 * count) < count,
+        samples,
+        task.weights_of(labels),
+    )
+    return RowsInMemory(*columns), RowsInMemory(*(column[:count] for column in columns))

@@ -36,7 +36,7 @@ from hvfreeze.heads.preconditioners import NystromInverse, centres_inverse
 from hvfreeze.heads.projection import MOST_COMPONENTS, AllRows, gather_info, gather_projected, project_rows
 from hvfreeze.heads.rows import WholeRows
 from hvfreeze.heads.solution import PenaltyTrial, Solution
-from hvfreeze.heads.tasks import Calibration, Task
+from hvfreeze.tasks import Calibration, Task
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
 """On CIFAR-10 the best of these is within 3 % of the least held-out loss, with 1,000 to 50,000 images."""

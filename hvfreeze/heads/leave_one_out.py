@@ -17,7 +17,7 @@ from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowInfo
 from hvfreeze.heads.solution import PenaltyTrial
-from hvfreeze.heads.tasks import Calibration, Task
+from hvfreeze.tasks import Calibration, Task
 
 LEAST_GAIN = 0.03
 """A stronger penalty must lower the loss by this share: a fit to more rows, as the last one, wants a weaker penalty."""
@@ -78,9 +78,8 @@ def trial_of(task: Task, penalty: float, answers: Tensor, held: RowInfo, *, step
     if not len(held.samples):
         return PenaltyTrial(penalty, math.nan, math.nan, steps, whole)
     logits = judge(task, answers, held)[0].apply(answers)
-    return PenaltyTrial(
-        penalty, task.loss(logits, held.labels, held.weights), task.score(logits, held.labels), steps, whole
-    )
+    loss, score = task.loss(logits, held.labels, held.weights), task.score(logits, held.labels)
+    return PenaltyTrial(penalty, loss, score, steps, whole, *task.examined(logits, held.labels))
 
 
 def inverted(kernel: Tensor, right: Tensor, penalty: float) -> tuple[Tensor, Tensor]:

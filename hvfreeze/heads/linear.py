@@ -34,7 +34,7 @@ from hvfreeze.heads.moments import Covariance, Prepared, Standard, check_choice,
 from hvfreeze.heads.projection import gather_info
 from hvfreeze.heads.rows import Chunk, RowInfo, Rows
 from hvfreeze.heads.solution import PenaltyTrial, Solution, Stopped
-from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task, doubt
+from hvfreeze.tasks import Calibration, Classes, MultiLabel, Numbers, Task, doubt
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def terms_of(task: Task, answers: Tensor, labels: Tensor) -> RowTerms:
         return RowTerms(losses, chances, bends, unsure, right)
     if isinstance(task, MultiLabel):
         truth, chances = labels.t().float(), answers.sigmoid()
-        losses = functional.binary_cross_entropy_with_logits(answers, truth, reduction="none").mean(0)
-        bends = (chances * (1 - chances)).mean(0)
+        losses = functional.binary_cross_entropy_with_logits(answers, truth, reduction="none").sum(0)
+        bends = (chances * (1 - chances)).sum(0)
         right = ((answers > 0) == (truth > 0.5)).float().mean(0)
-        return RowTerms(losses, (chances - truth) / len(answers), bends, losses, right)
+        return RowTerms(losses, chances - truth, bends, losses, right)
     errors = answers - task.targets(labels).t().float()
     losses = errors.square().mean(0)
     return RowTerms(losses, errors * (2 / len(errors)), torch.full_like(losses, 2.0), losses, 1 - losses)
@@ -387,8 +387,10 @@ def fit_linear(
     counts = counts_of(prepared, world=world)
     if world.rank > 0:
         loss.follow()
+        examine(None, None, task, prepared, world=world)
         return with_used(world.broadcast_object(cast("HeadFit | None", None), name="head.fit"), prepared)
     found: HeadFit | None = None
+    judge: Tensor | None = None
     with suppress(Stopped):
         start, trials, steered = loss.zero(), tuple[PenaltyTrial, ...](), covariance(prepared.product)
         penalty = values[0]
@@ -396,6 +398,7 @@ def fit_linear(
             folds = FOLDS if standard.count <= FEW_ROWS and not trained else 1
             stronger = STRONGER if values == list(PENALTIES) else ()
             penalty, start, trials = Choosing(loss, steered, task, counts, folds, most_steps).path(values, stronger)
+            judge = start
         evaluate = partial(loss.at, subset=Subset())
         point, steps = minimise(
             evaluate,
@@ -407,6 +410,7 @@ def fit_linear(
         )
         found = solution(point, penalty, trials, prepared, task, loss, steps=steps, tolerance=tolerance)
     loss.stop()
+    found = examine(found, judge, task, prepared, world=world)
     # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
     return with_used(world.broadcast_object(found, name="head.fit"), prepared)
 
@@ -449,6 +453,39 @@ def solution(
         prepared.used,
         left_out=prepared.left_out,
     )
+
+
+def examine(
+    found: HeadFit | None, judge: Tensor | None, task: Task, prepared: Prepared, *, world: World
+) -> HeadFit | None:
+    """Return rank 0's fit with what held-out rows say of the head `judge`, (C, D + 1), not fitted to them. Collective.
+
+    Both are rank 0's; nothing is examined where either is None, or where loss and accuracy tell enough.
+    """
+    if not task.is_examined:
+        return found
+    judge = world.broadcast_object(judge if found is not None else None, name="head.judge")
+    if judge is None:
+        return found
+    weight, bias = prepared.standard.folded(judge, mean=prepared.standard.offset)
+    mine = [torch.zeros(0, task.outputs)], [task.no_labels]
+    for chunk in prepared.rows.chunks():
+        held = chunk.only(chunk.info.held_out)
+        answers = prepared.standard.taken(held.features) @ weight.t().float() + bias.float()
+        if isinstance(task, Numbers):
+            answers = Calibration(task.scale()[1], task.scale()[0]).apply(answers)
+        mine[0].append(answers)
+        mine[1].append(held.info.labels)
+    everyone = world.allgather_object(tuple(torch.cat(part) for part in mine), name="head.examined")
+    if found is None:
+        return None
+    logits, labels = (torch.cat(parts) for parts in zip(*everyone))
+    metrics, thresholds = task.examined(logits, labels)
+    trials = tuple(
+        replace(trial, metrics=metrics, thresholds=thresholds) if trial.penalty == found.penalty else trial
+        for trial in found.trials
+    )
+    return replace(found, trials=trials)
 
 
 def with_used(fit: HeadFit | None, prepared: Prepared) -> HeadFit | None:

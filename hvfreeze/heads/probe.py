@@ -23,9 +23,9 @@ from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
+from hvfreeze.tasks import Task
 
 RENEWED = 256
 """Samples of all ranks, about, whose statistics BatchNorm has while it is probed."""
@@ -61,6 +61,7 @@ class Probe:
     held_out: Sequence[Batch]
     seen: tuple[int, int]
     """To how many samples of all ranks heads are fitted, about, and how many held-out ones judge them."""
+    task: Task
     pool: int
     precision: str
     world: World
@@ -71,9 +72,10 @@ class Probe:
         """Fit the model's own last layer, under which tuning begins, to the samples. Collective."""
         seen = self._see(chain)
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
-        rows = RowsInMemory(seen.last[~seen.held], seen.labels[~seen.held], held_out)
+        labels = seen.labels[~seen.held]
+        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels))
         _, layer = before_last_layer(chain)
-        fit = fit_linear(rows, task=Classes(layer.out_features), world=self.world, penalties=(PENALTY,))
+        fit = fit_linear(rows, task=self.task, world=self.world, penalties=(PENALTY,))
         assert fit is not None, "nobody stops it"
         take(layer, fit)
 
@@ -89,7 +91,7 @@ class Probe:
         with state_kept(chain.model):
             if is_tuned:
                 self._renew_statistics(chain)
-            return self._solved(chain, self._see(chain), is_tuned=is_tuned)
+            return self._solved(self._see(chain), is_tuned=is_tuned)
 
     @torch.no_grad()
     def _renew_statistics(self, chain: Chain) -> None:
@@ -128,12 +130,12 @@ class Probe:
         """Return this replica's part of so many samples, about, that heads are fitted to."""
         return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
-    def _solved(self, chain: Chain, seen: Seen, *, is_tuned: bool) -> float:
-        rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples)
-        _, layer = before_last_layer(chain)
+    def _solved(self, seen: Seen, *, is_tuned: bool) -> float:
+        weights = self.task.weights_of(seen.labels)
+        rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples, weights)
         fit = fit_kernel(
             rows,
-            task=Classes(layer.out_features),
+            task=self.task,
             components=COMPONENTS,
             trained=is_tuned,
             world=self.world,

@@ -27,6 +27,10 @@ class PenaltyTrial:
     steps: int
     whole: bool = True
     """Whether it was fitted to all rows that are not held out, not to a part of them."""
+    metrics: dict[str, float] | None = None
+    """Of held-out rows, where more than the accuracy is asked for; of a linear head the chosen penalty's alone."""
+    thresholds: tuple[float, ...] = ()
+    """By which held-out rows would have the best labels, see `tasks.MultiLabel`."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.multilevel import SolvableHead, take
 from hvfreeze.heads.rows import CHUNK_ROWS, SomeRows, WholeRows, fits, gather
 from hvfreeze.heads.solution import Solution, Stop
-from hvfreeze.heads.tasks import Task
+from hvfreeze.tasks import Task
 
 LINEAR_PASSES, PROJECTION_PASSES = 40, 5
 """Over the rows, to fit a linear head, and to project rows for a kernel head."""

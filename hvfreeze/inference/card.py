@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS
+from hvfreeze.config.rules import FITS, RESAMPLES
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
@@ -40,12 +40,13 @@ from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
-from hvfreeze.user_code import TIMM, code_sha256, is_named_code
+from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Preparation:
 
     height: int
     width: int
-    """Pixels to which an image is brought as `fit` says (bilinear)."""
+    """Pixels to which an image is brought as `fit` and `resample` say."""
     cropped_to: int | None
     """Side of the square that is cut out of the centre of that; None takes all of it."""
     enlarged_to: int | None
@@ -72,6 +73,8 @@ class Preparation:
     background: Colour = (255, 255, 255)
     fit: str = "crop"
     """How an image of other proportions is brought to these; see `data.reading.fitted`."""
+    resample: str = "bilinear"
+    """The filter by which images are resized."""
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Return the image, or each of the images, as the model sees it."""
@@ -88,7 +91,7 @@ class Preparation:
     @property
     def how(self) -> Reading:
         """How images are read, and made to fit."""
-        return Reading(version=self.reading, background=self.background, fit=self.fit)
+        return Reading(version=self.reading, background=self.background, fit=self.fit, resample=self.resample)
 
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
         """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
@@ -201,6 +204,7 @@ SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or
 # Name of an entry -> whether a value is right, and how a right one is described.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
+    "architecture": (lambda v: v is None or isinstance(v, dict), "null or names and values"),
     "classes": (_are_classes, "a list of different names"),
     "exits": (_are_exits, "an ascending list of blocks"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
@@ -224,6 +228,7 @@ IMAGE_ENTRIES: dict[str, Any] = {
     "reading": _whole(READING),
     "background": (_is_colour, "three whole numbers in 0..255"),
     "fit": (lambda v: v in FITS, "one of " + ", ".join(FITS)),
+    "resample": (lambda v: v in RESAMPLES, "one of " + ", ".join(RESAMPLES)),
 }
 
 
@@ -249,7 +254,9 @@ class Card:
     """What a model file holds, how it is applied, and what it came from."""
 
     model: str
-    """The architecture: its name in torchvision, timm:NAME, or package:function."""
+    """The architecture: its name in torchvision, timm:NAME, hf:PATH_OR_NAME, or package:function."""
+    architecture: dict[str, Any] | None = None
+    """Of a model hf:..., its configuration, so that the folder is not needed; None of others."""
     code_sha256: str | None = None
     """Of the file of that function; None where it is none."""
     blocks: str
@@ -348,7 +355,13 @@ def read_card(path: Path) -> Card:
             "mlp-WxW..., multi-level:P and kernel:P"
         )
     image = tree.get("image")
-    before: dict[str, Any] = {"context": None, "exits": [], "balanced_accuracy": None, "majority_share": None}
+    before: dict[str, Any] = {
+        "architecture": None,
+        "context": None,
+        "exits": [],
+        "balanced_accuracy": None,
+        "majority_share": None,
+    }
     entries = checked(path, {**before, **tree}, ENTRIES)
     entries |= {name: tuple(entries[name]) for name in ("classes", "exits")}
     if image is None and entries["context"] is not None:
@@ -356,7 +369,7 @@ def read_card(path: Path) -> Card:
     if not isinstance(image, dict):
         raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
     # Cards that do not say how files were read are of a time when there was one way.
-    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop"}
+    read = {"reading": 1, "background": [255, 255, 255], "fit": "crop", "resample": "bilinear"}
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
@@ -381,7 +394,8 @@ def sha256_of(path: Path) -> str:
 
 def libraries_of(config: Config) -> tuple[str, ...]:
     """Return the packages that what a model answers depends on, beside this one."""
-    return (*LIBRARIES, "timm") if config.model.model.startswith(TIMM) else LIBRARIES
+    own = {TIMM: ("timm",), HF: ("transformers",)}
+    return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
 
 
 def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
@@ -393,6 +407,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     path = weights_path(model.model, model.weights) if hashed else None
     return Card(
         model=model.model,
+        architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
         blocks=model.blocks,
         head=head_named(config.head),
@@ -425,4 +440,5 @@ def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: 
         reading=reading.version,
         background=reading.background,
         fit=reading.fit,
+        resample=reading.resample,
     )

@@ -11,6 +11,7 @@ DIR/reliability.png and .svg
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,29 +26,32 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.config.rules import is_table
 from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
-from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
+from hvfreeze.data.class_shares import accuracy_in_words, majority_of
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.shards import Ids
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, Labels, columns_of, list_for_evaluation
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.windows import Windows
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.errors import RefusedError
 from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, Whole, answering
 from hvfreeze.inference.model import Applied, load_model
-from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers
+from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers, note_on_missing
+from hvfreeze.inference.run_settings import columns_in, config_of
 from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
-from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
+from hvfreeze.metrics import auroc, balanced_accuracy, in_words, of_classes
 from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
 from hvfreeze.report.tables import percent, to_csv, write_text
-from hvfreeze.runs.reading import printable, read_config
+from hvfreeze.runs.reading import printable
 from hvfreeze.runs.record import finite
+from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.user_code import is_named_code
 from hvfreeze.wording import on_one_line, plural
 
@@ -100,15 +104,6 @@ class EvaluatedSamples:
     """What the user should know of files that are passed over."""
 
 
-def config_of(run_dir: Path) -> Config:
-    """Return a run's configuration. Raises RefusedError where it cannot be read."""
-    path = run_dir / "config.yaml"
-    try:
-        return from_dict({**read_config(path), "given": []}, source=str(path))
-    except UsageError as error:
-        raise RefusedError(f"{path} is damaged or of another version: {error}") from error
-
-
 def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
     """Return the windows on which the run reported its accuracy, their ids, and what they are."""
     config = config_of(run_dir)
@@ -142,6 +137,8 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
         image_size=data.stored_size,
         reading=applied.preparation.how,
         skip_bad=data.skip_bad,
+        task=data.task,
+        columns=columns_of(data),
     )
     if data.skip_bad:
         train, test = (replace(part, broken=find_broken(part)) for part in (splits.train, splits.test))
@@ -164,9 +161,19 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
     return EvaluatedSamples(lambda row: image_set.decode(int(ids[row])), labels, name, own=True)
 
 
-def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
-    """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's."""
+def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS) -> EvaluatedSamples:
+    """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's.
+
+    Of a table, whose `columns` may have other names than usual, the test rows, else all.
+    """
     data = applied.card.data
+    if is_table(str(folder)):
+        rows = list_for_evaluation(folder, columns)
+        labels = torch.from_numpy(Labels("classes", applied.classes, known_to="model").of(rows))
+        paths = [folder.parent / path for path in rows.paths]
+        return EvaluatedSamples(
+            lambda row: applied.preparation.pixels_of(paths[row]), labels, f"images of {folder}", own=False
+        )
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
         labels = labels_for(applied, test.labels, test.classes, lambda name: f"class {name} of {folder}")
@@ -179,8 +186,7 @@ def samples_in(applied: Applied, folder: Path) -> EvaluatedSamples:
     splits = splits_in(folder)
     root = splits.get("test") or splits.get("val") or folder
     listing = scan(root, fewest=1, of_test=True)
-    numbers = torch.tensor(listing.labels(), dtype=torch.int64)
-    labels = labels_for(applied, numbers, listing.classes, lambda name: f"class folder {root / name}")
+    labels = labels_for(applied, listing.labels(), listing.classes, lambda name: f"class folder {root / name}")
     paths = [root / path for path in listing.paths]
     name = f"images of {root}"
     return EvaluatedSamples(
@@ -220,6 +226,10 @@ class Result:
     """Samples for which the model's output is not finite; they count as wrong."""
     left_out: tuple[str, ...] = ()
     """Why each sample that is not counted cannot be used."""
+    macro_f1: float = math.nan
+    """The mean over classes of the harmonic mean of recall and precision."""
+    auroc: float = math.nan
+    """Area under the ROC curve; NaN where not enough classes have samples."""
 
     @property
     def accuracy(self) -> float:
@@ -257,9 +267,9 @@ def evaluate(
 ) -> int:
     """Print how right a finished run's model is, and write tables and figures to the folder `out`; return 0.
 
-    `data_dir` is a folder of class folders, with test/ or val/ above them or not, or for a text's model a file; None is
-    the run's own samples. Where a model with exits answers at them, see `answering`, the share of samples and of
-    operations of each is told.
+    `data_dir` is a folder of class folders, with test/ or val/ above them or not, a table, or for a text's model a
+    file; None is the run's own samples. Where a model with exits answers at them, see `answering`, the share of samples
+    and of operations of each is told.
 
     Raises:
         UsageError: a number makes no sense, or is for another kind of model.
@@ -274,7 +284,9 @@ def evaluate(
         windows, ids, what = own_windows(applied, run_dir) if data_dir is None else windows_of(applied, data_dir)
         return evaluate_text(applied, windows, ids, name=what, own=data_dir is None, out=out, batch_size=batch_size)
     samples = (
-        own_samples(applied, run_dir, trust_code=trust_code) if data_dir is None else samples_in(applied, data_dir)
+        own_samples(applied, run_dir, trust_code=trust_code)
+        if data_dir is None
+        else samples_in(applied, data_dir, columns_in(run_dir))
     )
     result = measure(applied, samples, answer, batch_size=batch_size)
     print(describe(applied, samples, result))
@@ -308,12 +320,12 @@ def measure(
     """
     answer, count = answer or Whole(applied), len(samples.labels)
     answered, sure = torch.full_like(samples.labels, NOT_USED), torch.empty(count, dtype=torch.float64)
-    among_best, loss, bad = 0, 0.0, dict[int, str]()
+    among_best, loss, bad, scores = 0, 0.0, dict[int, str](), torch.zeros(count, len(applied.classes))
     for rows, logits in answers(applied, samples.decode, count, batch_size=batch_size, answer=answer, bad=bad):
         answer.take(len(logits))
         labels = samples.labels[rows]
         best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
-        answered[rows] = classes_of(logits)
+        answered[rows], scores[rows] = classes_of(logits), logits
         sure[rows] = logits.double().softmax(1).amax(1)
         among_best += int(((best == labels[:, None]).any(1) & (answered[rows] != NO_ANSWER)).sum())
         loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
@@ -322,8 +334,8 @@ def measure(
         raise BrokenImagesError([printable(reason) for reason in bad.values()])
     labels, loss = samples.labels[used], loss / int(used.sum())
     result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])
-    unanswered = int((answered == NO_ANSWER).sum())
-    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered)
+    unanswered, area = int((answered == NO_ANSWER).sum()), auroc(labels.numpy(), scores[used].numpy())
+    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered, auroc=area)
 
 
 def judge(
@@ -351,7 +363,8 @@ def judge(
         for index, name in enumerate(classes)
     ]
     calibration = None if sure is None else Calibration.of(sure.numpy(), found == truth)
-    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration)
+    f1 = of_classes(truth, found)["macro_f1"]
+    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration, macro_f1=f1)
 
 
 def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str:
@@ -382,6 +395,8 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
         lines.append(f"{name:{width}}  {row['samples']:7d}  {percent(row['recall']):>7}  {precision:>9}")
     found = result.calibration
     if found is not None:
+        areas = {} if math.isnan(result.auroc) else {"auroc": result.auroc}
+        lines.append(in_words({"macro_f1": result.macro_f1, **areas}))
         lines.append(
             f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {result.in_words()}; expected "
             f"calibration error {percent(found.error, 2)} ({BINS} bins)"
@@ -398,6 +413,8 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         "accuracy": result.accuracy,
         "balanced_accuracy": result.balanced_accuracy,
         "majority_share": max(row["samples"] for row in result.rows) / result.count,
+        "macro_f1": result.macro_f1,
+        "auroc": result.auroc,
         "top5_accuracy": result.among_best / result.count,
         "loss": result.loss,
         "data": printable(samples.name),

@@ -154,7 +154,10 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
         with torch.random.fork_rng(devices=[]):
             shape, classes, pool = card.preparation.shape, len(card.classes), card.pool
             head = "last" if pool is not None else card.head
-            built = build_model(card.model, num_classes=classes, image_size=max(shape[1:] or shape), head=head)
+            side = max(shape[1:] or shape)
+            built = build_model(
+                card.model, num_classes=classes, image_size=side, head=head, architecture=card.architecture
+            )
             built = set_memory_formats(built, shape)
             model = built.model
             if pool is None and not card.exits:

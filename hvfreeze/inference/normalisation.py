@@ -19,10 +19,11 @@ from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.views import Statistics
 from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import read_card, sha256_of
+from hvfreeze.model.hugging_face import read_statistics
 from hvfreeze.model.model_sources import timm_statistics
 from hvfreeze.model.weight_names import entry_of_file, find_entry
 from hvfreeze.model.weights import statistics_of_entry
-from hvfreeze.user_code import TIMM
+from hvfreeze.user_code import HF, TIMM
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisatio
     """Return the mean and standard deviation that images had when the weights were trained, None where nobody says.
 
     In this order: the card that a run leaves beside its model, torchvision of its own weights, the configuration that
-    comes with a file of a hub, and what timm says of the model, or the model of itself.
+    comes with a file of a hub, and what timm or an image processor says of the model, or the model of itself.
     """
     if settings.weights == "none":
         return None
@@ -79,6 +80,9 @@ def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisatio
     if settings.model.startswith(TIMM):
         known = timm_statistics(settings.model)
         return known and Normalisation(known, f"timm's for {settings.model.removeprefix(TIMM)}")
+    if settings.model.startswith(HF):
+        known = read_statistics(settings.model)
+        return known and Normalisation(known, f"the image processor's of {settings.model}")
     known = configured_in(model)
     return known and Normalisation(known, f"those in the configuration of {settings.model}")
 

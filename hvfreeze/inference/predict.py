@@ -17,17 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvfreeze.config.rules import is_table
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.inference.run_settings import columns_in
 from hvfreeze.inference.text import Drawing, tell_on
-from hvfreeze.model.answers import NO_ANSWER, classes_of, note_on_missing
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
+from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
@@ -117,7 +120,7 @@ def predict(
         raise UsageError("an IMAGE is the empty path; a variable of the shell may not be set")
     classify(
         applied,
-        [Path(image) for image in given],
+        list_images([Path(image) for image in given], columns_in(run_dir)),
         answer,
         out=out,
         top=top or 1,
@@ -129,7 +132,7 @@ def predict(
 
 def classify(
     applied: Applied,
-    images: Sequence[Path],
+    paths: Sequence[Path],
     answer: Answering,
     *,
     out: Path | None,
@@ -140,7 +143,6 @@ def classify(
     """Tell the classes of images; see `predict`."""
     if top > len(applied.classes):
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
-    paths = list_images(images)
     bad: dict[int, str] = {}
     count = missing = 0
     with table_at(out) as write:
@@ -198,6 +200,12 @@ def check_images(applied: Applied, run_dir: Path, *, skip_bad: bool, batch_size:
             raise UsageError(f"{flag} must be left out here: it is for images, and {run_dir} has {applied.card.model}")
 
 
+def note_on_missing(count: int, of: int) -> str:
+    """Return a sentence on `count` samples without an answer."""
+    samples = f"{count} of {plural(of, 'sample')}"
+    return f"{samples} have no answer, as the model's output for them is not finite; train it with a lower --lr"
+
+
 def check_numbers(*, batch_size: int | None, top: int = 1) -> None:
     """Raise UsageError for numbers that make no sense."""
     if top < 1:
@@ -206,17 +214,18 @@ def check_numbers(*, batch_size: int | None, top: int = 1) -> None:
         raise UsageError(f"--batch-size ({batch_size}) must be at least 1")
 
 
-def list_images(named: Sequence[Path]) -> list[Path]:
+def list_images(named: Sequence[Path], columns: Columns) -> list[Path]:
     """Return the files that were named and, in their place, all images in folders and their sub-folders, sorted.
 
-    Tells on stderr of files in folders that are passed over.
+    And those that tables name, whose `columns` may have other names than usual. Tells on stderr of files in folders
+    that are passed over.
     """
     paths = []
     for path in named:
         if not os.path.lexists(path):
             raise RefusedError(f"{path} does not exist; name image files, or folders that hold some")
         if not path.is_dir():
-            paths.append(path)
+            paths += images_in(path, columns) if is_table(str(path)) else [path]
             continue
         passed = PassedOver()
         inside = images_below(path, passed)

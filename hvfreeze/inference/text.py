@@ -21,9 +21,9 @@ from hvfreeze.data.windows import Shift, Windows
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.model import Applied
-from hvfreeze.model.answers import classes_of
 from hvfreeze.report.tables import percent, write_text
 from hvfreeze.runs.record import finite
+from hvfreeze.tasks import classes_of
 from hvfreeze.wording import plural
 
 

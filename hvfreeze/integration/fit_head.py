@@ -21,13 +21,12 @@ from hvfreeze.heads.linear import PENALTIES, fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import Solution
-from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task
 from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.traced import call
+from hvfreeze.tasks import TASKS, Classes, Task, class_weights
 
-TASKS: dict[str, type[Task]] = {"classes": Classes, "labels": MultiLabel, "numbers": Numbers}
 HELD_OUT_EVERY = 10
 """Every tenth sample chooses the penalty, as in `hvfreeze auto`."""
 
@@ -146,7 +145,7 @@ def row_weights(labels: Tensor, given: str | Sequence[float], task: Task, world:
         if given != "balanced":
             raise UsageError(f"class_weights ({given}) must be balanced, or a number for each class").on_all_ranks()
         counts = world.allreduce_sum(torch.bincount(labels, minlength=task.outputs), name="head.classes")
-        return (counts.sum() / (task.outputs * counts.clamp(min=1))).float()[labels]
+        return torch.tensor(class_weights(counts, given))[labels]
     weights = torch.tensor(list(given), dtype=torch.float32)
     if len(weights) != task.outputs or not bool((weights > 0).all()) or not bool(weights.isfinite().all()):
         raise UsageError(

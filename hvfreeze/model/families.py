@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
+from hvfreeze.model.hugging_face import LAYOUTS
 from hvfreeze.model.steps import Call, Layout, Step, children_layout, classifier_layout, make_step, sequence, split_step
 from hvfreeze.model.tiny_lm import EMBEDDING
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Return the steps of `model`: by its family for a torchvision classifier, as its children for any other module.
+    """Return the steps of `model`: by its family for a classifier of a library, as its children for any other module.
 
     Raises:
         UsageError: the model has auxiliary heads, or it has no child with parameters.
@@ -241,6 +242,7 @@ def _inception(model: nn.Module, tail: Sequence[Step], *, stages: Sequence[str])
 
 
 FAMILIES: Mapping[str, Callable[[Any], Layout]] = {
+    **LAYOUTS,
     "hvfreeze.model.mlp.Mlp": _mlp,
     "hvfreeze.model.narrow_resnets.NarrowResNet": _narrow_resnet,
     "hvfreeze.model.tiny_lm.TinyLM": _tiny_lm,

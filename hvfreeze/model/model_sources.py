@@ -1,4 +1,4 @@
-"""Torchvision classifiers by name: constructed for a number of classes and an image size, with weights from a file.
+"""Classifiers by name: constructed for a number of classes and an image size, with weights from a file.
 
     built = build_model("resnet18", num_classes=10, weights="backbone.pt", image_size=64)
     built.model, built.notes            # notes: lines that the user should read, such as a head that starts afresh
@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from hvfreeze.config.rules import is_url, parse_mlp
 from hvfreeze.config.sections import TINY_LM
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, cut_into_blocks
+from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
@@ -31,7 +32,7 @@ from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weight_names import download, find_entry
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_state
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.user_code import TIMM, call, told
+from hvfreeze.user_code import HF, TIMM, call, told
 from hvfreeze.wording import plural
 
 Triple = tuple[float, float, float]
@@ -238,24 +239,30 @@ def build_model(
     image_size: int,
     reset_head: bool = False,
     head: str = "last",
+    architecture: Mapping[str, Any] | None = None,
 ) -> BuiltModel:
     """Return the classifier `name`, float32, in training mode, without auxiliary heads.
 
     Args:
-        name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, or package:function, whose code is run.
+        name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, hf:PATH_OR_NAME, or package:function, whose
+            code is run.
         num_classes: outputs of the head.
         weights: `none`, `DEFAULT` or another name of torchvision's (downloaded), a URL, or the path of a state_dict. A
             head for another number of classes is left as initialised, and a note says so.
         image_size: height and width of the images in pixels; of a language model the characters of a window.
         reset_head: whether the head starts afresh also where the weights have one of as many classes.
         head: --head; `mlp` and `mlp-WxW...` put an `Mlp` in the place of the last layer, others change nothing.
+        architecture: the configuration of a model hf:..., whose folder is then not needed; None reads it there.
 
     Raises:
         UsageError: there is no such model, it takes no images of this size, or no such head.
         RefusedError: the weights cannot be read, or do not fit.
     """
     given = {"num_classes": num_classes, "weights": weights, "image_size": image_size, "reset_head": reset_head}
-    built = (build_other if ":" in name else build_named)(name, **given)  # type: ignore[arg-type]
+    if ":" in name:
+        built = build_other(name, **given, architecture=architecture)  # type: ignore[arg-type]
+    else:
+        built = build_named(name, **given)  # type: ignore[arg-type]
     if parse_mlp("head", head) is not None:
         if built.chain is not None:
             raise UsageError(f"--head ({head}): {name} writes its blocks out itself; give it such a head there")
@@ -271,7 +278,7 @@ def build_named(name: str, *, num_classes: int, weights: str, image_size: int, r
         close = difflib.get_close_matches(name.lower(), known, n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(known)}"
         raise UsageError(
-            f"model ({name}) is no torchvision classifier, resnet20, resnet110, mlp, tiny-lm, timm:NAME or "
+            f"model ({name}) is no torchvision classifier, resnet20, resnet110, mlp, tiny-lm, timm:NAME, hf:FOLDER or "
             f"package:function; {hint}"
         )
     model = _construct(name, num_classes=num_classes, image_size=image_size)
@@ -295,18 +302,31 @@ def file_of(weights: str) -> str:
     return str(download(weights)) if is_url(weights) else weights
 
 
-def build_other(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
-    """Return a model of timm or of the user's own; see `build_model`."""
+def build_other(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str,
+    image_size: int,
+    reset_head: bool,
+    architecture: Mapping[str, Any] | None,
+) -> BuiltModel:
+    """Return a model of timm or transformers, or of the user's own; see `build_model`."""
     chain: Chain | None = None
     if name.startswith(TIMM):
         model = timm_model(name, num_classes=num_classes, image_size=image_size)
+    elif name.startswith(HF):
+        given = read_architecture(name) if architecture is None else architecture
+        model = build_classifier(given, num_classes=num_classes, image_size=image_size)
     else:
         model, chain = own_model(name, num_classes=num_classes, image_size=image_size)
     if weights == "none":
         return BuiltModel(model, [], chain)
-    if weights == "DEFAULT" and not name.startswith(TIMM):
+    if weights == "DEFAULT" and not name.startswith((TIMM, HF)):
         raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
-    if weights == "DEFAULT":
+    if weights == "DEFAULT" and name.startswith(HF):
+        state, notes = read_pretrained(name), list[str]()
+    elif weights == "DEFAULT":
         state, notes = timm_weights(name, image_size=image_size), list[str]()
     else:
         state, notes = read_state(file_of(weights))

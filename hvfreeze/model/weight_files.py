@@ -22,6 +22,8 @@ AVERAGED = re.compile(r"(^|[._])(ema|swa)([._]|$)|averag", re.IGNORECASE)
 DEEPEST = 2
 """Names from a file's outermost object to a state."""
 SAFETENSORS = ".safetensors"
+SUFFIXES = (SAFETENSORS, ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
+"""Of files of weights."""
 LONGEST_HEADER = 2**27
 NOT_TENSORS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; fetch it with git lfs pull",
@@ -36,9 +38,18 @@ def load_content(path: Path) -> Any:
 
     Raises:
         UsageError: it is safetensors, and the library is missing.
-        RefusedError: it is a pointer or a page in the place of a file.
+        RefusedError: it is a folder, an index of several files, or a pointer or a page in the place of a file.
         Exception: it cannot be read, is damaged or holds anything else.
     """
+    if path.is_dir():
+        inside = sorted(each.name for each in path.iterdir() if each.name.endswith(SUFFIXES))
+        named = f", such as {inside[0]}" if inside else f" ({', '.join(SUFFIXES)}); this one has none"
+        raise RefusedError(f"weights ({path}) are a folder; name a file of weights in it{named}")
+    if path.name.endswith(".index.json"):
+        raise RefusedError(
+            f"weights ({path}): the file is an index of several files, each with a part of the weights; save them as "
+            "one file, with transformers by save_pretrained(folder, max_shard_size='100GB')"
+        )
     with path.open("rb") as file:
         head = file.read(32)
     for start, what in NOT_TENSORS.items():

@@ -20,11 +20,12 @@ from hvfreeze.config.rules import is_url
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, Ownership, group_steps
 from hvfreeze.model.families import layout_of
+from hvfreeze.model.hugging_face import find_folder, weight_files
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
 from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
 from hvfreeze.model.weight_names import find_entry, place_of
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.user_code import TIMM
+from hvfreeze.user_code import HF, TIMM
 
 Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
@@ -88,6 +89,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _why(error: Exception) -> str:
+    if "TorchScript" in str(error):
+        return "are refused: a TorchScript archive holds code, and none was run"
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and wanted:
         return f"are refused: to read them, code must run ({wanted[1]}), and none was run"
@@ -97,9 +100,12 @@ def _why(error: Exception) -> str:
 
 
 def weights_path(name: str, weights: str) -> Path | None:
-    """Return the file that `build_model` reads `weights` of model `name` from, None where it reads none."""
+    """Return the file that `build_model` reads `weights` of model `name` from, None if it reads none, or several."""
     if weights == "none" or (name.startswith(TIMM) and weights == "DEFAULT"):
         return None
+    if name.startswith(HF) and weights == "DEFAULT":
+        files = weight_files(find_folder(name))
+        return files[0] if len(files) == 1 else None
     entry = find_entry(name, weights)
     if entry is not None:
         return place_of(entry.url, hashed=True)
@@ -296,13 +302,19 @@ def _body_of(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[
     return body if others and any(key in own for key in body) and not any(key.startswith(BODY) for key in own) else None
 
 
+WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing insert into names, also in the middle of them."""
+
+
 def _unwrapped(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """Return `state` without what wrappers put before most names, such as "module.", and a note on what has not it.
+    """Return `state` without `WRAPPERS` and the prefix of most names, such as "module.", and a note on other names.
 
-    That is whatever makes most names those of the model, which may have such beginnings of its own.
+    The prefix is whatever makes most names those of the model, which may have such prefixes itself.
     """
+    if not any(map(WRAPPERS.search, own)):
+        state = {WRAPPERS.sub("", key): tensor for key, tensor in state.items()}
     prefixes: Counter[str] = Counter()
     for key in state:
         parts = key.split(".")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import JSON, bytes_of, canonical
 from hvfreeze.model.blocks import Chain
+from hvfreeze.runs.environment import version_of
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"train"}
 """Attributes that do not affect a module's computation; `train` is replaced in modules held in evaluation mode."""
@@ -33,6 +34,8 @@ FILED_AS = {
     "hvfreeze.model.traced": "hvfreeze.chain.watched.blocks",
 }
 """Former module names, under which rows are filed, so that a cache remains valid when code moves."""
+LIBRARIES = ("transformers",)
+"""Packages beside torch whose code is known by their versions."""
 VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
 
 
@@ -88,6 +91,9 @@ class Description:
             return self._function(value)
         if isinstance(value, type):
             return self._class(value)
+        if _library_of(value) and hasattr(value, "to_dict"):
+            # A configuration: its methods would lead all over the library.
+            return ["settings", _qualified(type(value)), self.of(value.to_dict())]
         if isinstance(value, types.ModuleType) or (callable(value) and not hasattr(value, "__dict__")):
             return ["known", _qualified(value)]
         # What a function object holds is part of the function; anything else would lead all over the program.
@@ -176,12 +182,19 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _is_versioned(value: Any) -> bool:
-    """Return True if torch's or Python's version determines the code of a class or function."""
+    """Return True if the version of Python, torch or a library determines the code of a class or function."""
     module = getattr(value, "__module__", None) or ""
-    return module in VERSIONED or module.startswith("torch.")
+    return module in VERSIONED or module.startswith("torch.") or bool(_library_of(value))
+
+
+def _library_of(value: Any) -> str:
+    """Return the one of `LIBRARIES` that the code of a class, function or object is from, with its version."""
+    package = (getattr(value, "__module__", None) or "").partition(".")[0]
+    return f"{package} {version_of(package)}" if package in LIBRARIES else ""
 
 
 def _qualified(value: Any) -> str:
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
     module = getattr(value, "__module__", None) or ""
-    return f"{FILED_AS.get(module, module)}.{name}"
+    library = _library_of(value)
+    return f"{library + ' ' if library else ''}{FILED_AS.get(module, module)}.{name}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvfreeze.config.rules import is_downloaded
+from hvfreeze.config.rules import is_downloaded, is_table
 from hvfreeze.errors import RefusedError, UsageError
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -14,7 +14,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 OF_CACHE = ("cache_dir", "cache_limit", "cache_shared", "cache_failure")
 HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "tensorboard", "data_dir", *OF_CACHE)
 """Settings that may change when a run is resumed, because they never change a result."""
-PATHS = ("data_dir", "cache_dir", "run_dir", "weights", "tasks")
+PATHS = ("data", "data_dir", "test_table", "cache_dir", "run_dir", "weights", "tasks")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")
 """Settings that are compared by their effect."""
 FACTS = ("threads", "processor", "capability")
@@ -33,6 +33,7 @@ def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     def resolved(leaf: str, value: Any) -> Any:
         is_path = leaf in PATHS and isinstance(value, str) and value != "none"
         is_path = is_path and not (leaf == "weights" and is_downloaded(value))
+        is_path = is_path and (leaf != "data" or is_table(value))
         # `~` is a home where the file of the weights is opened, and a name like any other elsewhere.
         return os.path.abspath(os.path.expanduser(value) if leaf == "weights" else value) if is_path else value
 

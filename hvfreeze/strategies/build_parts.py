@@ -176,7 +176,7 @@ def open_freezer(
     steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
     # A rank that holds some blocks only cannot run the others.
     weighs = held is None and "coherence" in freeze.criteria()
-    labels = corpus.train.labels[torch.from_numpy(corpus.plan.shards[context.replica])]
+    strata = corpus.train.strata[corpus.plan.shards[context.replica]].tolist()
     return Freezer(
         chain,
         optimizer=open_optimizer(named, settings, head=head, fused=context.fused),
@@ -184,7 +184,7 @@ def open_freezer(
         world=world,
         settings=freeze,
         cadence=Cadence.of(freeze, steps_per_epoch=steps, num_epochs=context.length.epochs, plan=context.length),
-        voter=Voter(samples=len(labels), coverage=coverage(labels.tolist(), len(corpus.train.classes))),
+        voter=Voter(samples=len(strata), coverage=coverage(strata, corpus.train.task.num_strata)),
         held=held,
         join=join,
         work=work_of(chain, example_images(context, rows=1)) if weighs else (),

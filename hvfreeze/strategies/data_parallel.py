@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvfreeze.allocator import give_back
@@ -87,6 +86,7 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
         evaluation,
         update=Update(freezer.optimizer, settings),
         objective=Objective(
+            task=context.corpus.task,
             smoothing=settings.label_smoothing,
             mixup=settings.mixup,
             seed=config.data_seed,
@@ -316,7 +316,7 @@ class DataParallel:
                 images = self.feed.images.load(batch.ids, batch.views)
                 for part, labels in zip(images.chunk(parts), batch.labels.chunk(parts), strict=True):
                     logits = self.halves.part(part, 0, len(self.chain.blocks)).float()
-                    yield functional.cross_entropy(logits, labels)
+                    yield self.objective.task.training_loss(logits, labels)
 
         with in_evaluation(self.chain.model):
             self.freezer.look(losses())

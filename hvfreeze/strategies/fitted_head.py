@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.allocator import give_back
@@ -25,13 +27,13 @@ from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
-from hvfreeze.heads.tasks import Classes
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, WholeModel
 from hvfreeze.strategies.build_parts import open_both_features
+from hvfreeze.tasks import Task
 
 CUT = 1
 """The chain has two blocks: the features and the head."""
@@ -51,7 +53,9 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     hold_still(context.chain, CUT)
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
-    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres)
+    task, labels = context.corpus.task, context.corpus.train.labels
+    weights = task.weights_of(labels).numpy()
+    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres, task, weights)
 
 
 def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
@@ -74,7 +78,11 @@ class FittedHead:
     evaluation: Features
     clock: PhaseClock
     centres: int | None
-    """The kernel of a kernel head; None lets the fit choose."""
+    """How many centres a kernel head has; None lets the fit choose."""
+    task: Task
+    """What the head answers."""
+    weights: NDArray[np.float32]
+    """(samples,): how much each training sample counts."""
     cut: int = CUT
     _exchanged_bytes: int = 0
     _summary: dict[str, Any] = field(default_factory=dict)
@@ -115,13 +123,14 @@ class FittedHead:
             width=layer.in_features,
             held_out=terms.held_out,
             memory_bytes=memory_budget(self.world.local_size),
+            weights=self.weights,
             sampled=terms.sampled if isinstance(layer, KernelHead) else None,
         )
         with self.clock.within("optimizer"):
             found = solve(
                 rows,
                 layer,
-                Classes(layer.out_features),
+                self.task,
                 terms,
                 world=self.world,
                 centres=self.centres,

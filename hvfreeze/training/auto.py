@@ -1,8 +1,8 @@
 """hvfreeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
 
-Read `auto` from top to bottom. It decides by two losses on held-out samples: the network's own, and that of a probe, a
-small head fitted to the features of all blocks, which tells how good these are. Work is counted in forward passes of a
-sample: `run.budget.left()` is what --epochs or a time budget (a clock) leave, `run.budget.work` the cost of each verb.
+Read `auto` from top to bottom. It decides by two losses on held-out samples: the network's own (in its place --metric),
+and that of a probe, a small head fitted to the features of all blocks, which tells how good these are. Work is counted
+in forward passes of a sample: `run.budget.left()` is what --epochs or a time budget leave, `run.budget.work` the costs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
         tuned = run.tune(settings, work=work, holds_out=True, zeroes_last_layer=zeroes, may_fail=True)
         network = run.held_out(plan.solving) if tuned.is_finite else Score(math.inf, 0.0)
         run.say(f"fine-tuned: {tuned.steps} steps: held-out {network.described}")
-        if best is not None and not network.loss < best.loss:
+        if best is not None and not network.cost < best.cost:
             run.say("=> reverted to the round before")
             run.restore("kept")
             return best
@@ -118,7 +118,7 @@ def finish(run: Run, plan: Plan, network: Score | None = None, *, is_tuned: bool
         run.finish_with(plan.tuning)
         return
     head = run.solve(plan.solving, is_tuned=is_tuned)
-    head_wins = network is None or head.loss <= network.loss
+    head_wins = network is None or head.cost <= network.cost
     run.say(f"head fitted: held-out {head.described}{'' if head_wins else ': the network is better, and kept'}")
     if not head_wins:
         run.restore("kept")

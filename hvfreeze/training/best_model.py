@@ -40,8 +40,7 @@ def follow_best(job: Job, epoch: int) -> None:
     digest = job.strategy.check(step=job.step) if keeps else ""
     for name in improved:
         score = job.last_scores[name]
-        beside = score.balanced_accuracy, score.majority_share
-        job.best[name] = Best(epoch, job.step, score.accuracy, score.loss, digest, *beside)
+        job.best[name] = Best(epoch, job.step, score.accuracy, score.loss, digest, *score[2:])
     if keeps:
         for model in job.strategy.whole_models():
             raise_on_all_ranks(job.world, partial(write, job, model, improved), name="best.write")

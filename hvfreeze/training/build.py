@@ -25,17 +25,18 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import AUTO, TEXT, DataConfig
+from hvfreeze.config.rules import is_downloaded, parse_class_weights, rule
+from hvfreeze.config.sections import AUTO, METRICS, TEXT, DataConfig
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders
+from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
+from hvfreeze.data.tables import columns_of
 from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
@@ -45,6 +46,7 @@ from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
@@ -52,6 +54,7 @@ from hvfreeze.runs.progress import RunLogger, check_curves
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
+from hvfreeze.tasks import Classes, Task, class_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -60,8 +63,8 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
-from hvfreeze.user_code import code_sha256, is_named_code
-from hvfreeze.wording import plural
+from hvfreeze.user_code import HF, code_sha256, is_named_code
+from hvfreeze.wording import did_you_mean, plural
 
 FEW_BATCHES = 20
 """With fewer, BatchNorm's running statistics, of momentum 0.1, keep more than an eighth of the pretrained ones."""
@@ -117,7 +120,7 @@ def open_corpus(
     root = root_of(data.data, data.data_dir).resolve()
 
     def look() -> tuple[Folders | None, str, dict[str, str]]:
-        found = list_data(data.data, data.data_dir)
+        found = list_data(data.data, data.data_dir, columns_of(data))
         return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
 
     folders, local = look_once(world, look, place=str(root))
@@ -134,6 +137,8 @@ def open_corpus(
             reading=reading_of(data),
             skip_bad=data.skip_bad,
             context=data.context,
+            task=data.task,
+            columns=columns_of(data),
         ),
         name="data",
     )
@@ -184,9 +189,9 @@ def without_broken(splits: DataSplits, world: World) -> DataSplits:
         found[part] = replace(image_set, broken={row: why for theirs in everyone for row, why in theirs.items()})
     train = found["train"]
     # Of a data set of one's own, samples that were known to be broken have no label.
-    gone = train.labels[sorted(set(train.broken) - set(splits.train.broken))].tolist()
-    lost = sorted(set(gone) - set(train.labels[train.ids].tolist()))
-    notes = [f"no training image of class {train.classes[label]} is left" for label in lost]
+    gone, left = sorted(set(train.broken) - set(splits.train.broken)), torch.from_numpy(train.ids)
+    lost = train.task.present(train.labels[gone]) & ~train.task.present(train.labels[left])
+    notes = [f"no training image of class {train.classes[place]} is left" for place in lost.nonzero().flatten()]
     return replace(splits, train=train, test=found["test"], notes=[*splits.notes, *notes])
 
 
@@ -210,7 +215,7 @@ def assemble(
         notes = [normalisation.describe(), *notes]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
-    if config.strategy.tasks is None:
+    if config.strategy.tasks is None and corpus.train.kind == "classes":
         conflict = conflict_of(world, corpus, feed)
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
@@ -235,7 +240,9 @@ def assemble(
     finding = None
     if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
-        finding = find_out(chain, feed, blueprint.image_shape, trained=trained, place=place, world=world)
+        finding = find_out(
+            chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
+        )
     flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
     budget = open_budget(factory, settings, evaluated=tested, started=started)
@@ -374,6 +381,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
+    config, prepared = as_processor_says(config, world)
     # Collective, hence called also where its result is not needed: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
@@ -403,6 +411,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     plan = plan_of(job, corpus, chain, asked=asked)
     job.majority_share, unequal = shares_of_classes(config, corpus)
     job.notes = [
+        *prepared,
         *corpus.notes,
         *unequal,
         *(note for note in job.notes if note not in corpus.notes),
@@ -422,6 +431,29 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *job.record.notes,
     ]
     return job
+
+
+def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
+    """Return the settings with the size, crop and filter of a Hugging Face model's image processor, and a note.
+
+    Those that were given stay. Collective.
+    """
+    name = config.model.model
+    if not name.startswith(HF) or config.data.data == TEXT:
+        return config, []
+    # Rank 0's: another node may have to download them first.
+    read = raise_on_all_ranks(world, lambda: read_preparation(name) if world.rank == 0 else {}, name="processor")
+    found = world.broadcast_object(read, name="processor.of_rank_0")
+    if config.given & {"image_size", "resize"}:
+        found = {key: value for key, value in found.items() if key not in ("image_size", "resize")}
+    found = {key: value for key, value in found.items() if key not in config.given}
+    if not found:
+        return config, []
+    if config.data.image_size is None and "image_size" not in found:
+        found.pop("fit", None)
+    shown = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in found.items())
+    note = f"images are prepared as the image processor of {name} does it: {shown}"
+    return replace(config, data=replace(config.data, **found)), [note]
 
 
 def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> tuple[Config, list[str]]:
@@ -447,7 +479,7 @@ def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, lis
 
     Of a text, whose characters are no classes, and of labels from a table, which are each model's own, nothing is told.
     """
-    if config.data.data == TEXT or config.strategy.tasks is not None:
+    if config.data.data == TEXT or config.strategy.tasks is not None or corpus.train.kind != "classes":
         return None, []
     classes, found = corpus.train.classes, {}
     held = "held-out" if config.data.validation_fraction > 0 else "test"
@@ -467,6 +499,8 @@ def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, lis
         f"classes are unequal: {told}; an answer that is always the same class has that accuracy, so balanced accuracy "
         "(the mean of all classes' recalls) is given too"
     )
+    if config.optimizer.class_weights == "none" and found["training"]:
+        note += "; --class-weights balanced makes rare classes count more"
     training = found["training"]
     return training and training[1], [note] if told else []
 
@@ -543,16 +577,47 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
         whole_batches=not config.head.solved,
         holds_out=holds_out,
     )
+    corpus = replace(corpus, task=raise_on_all_ranks(world, lambda: task_of(config, corpus), name="task"))
     remedy = "start all ranks with one command, on equal data"
     if ":" in config.data.data:
         remedy = (
             "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"
         )
+    if corpus.train.kind != "classes":
+        raise UsageError(
+            f"--data ({data.data}): labels are {corpus.train.kind}, and training needs one class a sample so far; give "
+            "each sample the number of its class, and pass --task classes"
+        ).on_all_ranks()
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
     check_equal(world, "data", identities, remedy=remedy)
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
     check_equal(world, "pixels", sampled, remedy=remedy)
     return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
+
+
+def task_of(config: Config, corpus: Corpus) -> Task:
+    """Return what the models answer, with the weights of classes, which are counted among the training samples.
+
+    Raises:
+        UsageError: a weight is given for a class that the data set has not, or a metric for other labels.
+    """
+    given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
+    if config.run.metric is not None:
+        fitting = METRICS[task.kind]
+        rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
+        task = replace(task, metric=config.run.metric.replace("-", "_"))
+    if given is None:
+        return task
+    assert isinstance(task, Classes), "refused before"
+    places = {meant_by(name): place for place, name in enumerate(corpus.train.classes)}
+    if isinstance(given, dict):
+        for name in given:
+            known = did_you_mean(name, corpus.train.classes)
+            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
+    ids = np.unique(np.concatenate(corpus.plan.shards))
+    counts = torch.bincount(corpus.train.labels[torch.from_numpy(ids)], minlength=task.outputs)
+    by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
+    return replace(task, weights=class_weights(counts, by_place))
 
 
 def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

@@ -280,7 +280,7 @@ class Redealing:
             self._processor.append(own.get("processor_seconds", {}))
             for name, sums in own["totals"].items():
                 before = self._totals.get(name, Totals())
-                added = {field: value + getattr(before, field) for field, value in sums.items()}
+                added = {field: value + getattr(before, field) for field, value in vars(Totals.read(sums)).items()}
                 self._totals[name] = Totals(**added)
             yield own
 
@@ -416,7 +416,7 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
         job.images = shared["part"][-1]
         earlier, moves = shared["earlier"], [Move(*move) for move in shared["earlier"]["cut_history"]]
         job.earlier = {**earlier, "cut_history": moves} if moves else {}
-        job.totals = {name: Totals(**sums) for name, sums in mine["totals"].items()}
+        job.totals = {name: Totals.read(sums) for name, sums in mine["totals"].items()}
         job.step = shared["step"]
         job.record.cut_back(shared["position"])
         job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
-from hvfreeze.data.class_shares import balanced_accuracy, majority_of
-from hvfreeze.model.answers import classes_of
+from hvfreeze.data.class_shares import majority_of
+from hvfreeze.metrics import in_words
 from hvfreeze.strategies.base import MODEL, Answers, OpenModel
+from hvfreeze.tasks import Classes, Task
+
+CLASSES = Classes(0)
 
 
 class Score(NamedTuple):
@@ -28,11 +32,34 @@ class Score(NamedTuple):
     """The mean over classes of the accuracy on their samples; None where classes are equal, see `class_shares`."""
     majority_share: float | None = None
     """Of the most frequent class among the samples; None where classes are equal."""
+    metrics: dict[str, float] | None = None
+    """What models are compared by; None where these are accuracy and loss alone."""
+    decides: float | None = None
+    """That of the metrics by which models are compared; more is better."""
+    thresholds: tuple[float, ...] = ()
+    """By which these held-out samples have the best labels, see `tasks.MultiLabel`."""
 
     @property
     def described(self) -> str:
         """It in words."""
-        return f"accuracy {100 * self.accuracy:.1f} %, loss {self.loss:.3f}"
+        found = f"accuracy {100 * self.accuracy:.1f} %" if self.metrics is None else in_words(self.metrics)
+        return f"{found}, loss {self.loss:.3f}"
+
+    def plain(self) -> dict[str, float]:
+        """Return what is known, by name."""
+        known = {**self._asdict(), **(self.metrics or {})}
+        hidden = ("metrics", "decides", "thresholds")
+        return {name: value for name, value in known.items() if value is not None and name not in hidden}
+
+    @property
+    def quality(self) -> float:
+        """How good the model is: more is better."""
+        return self.accuracy if self.decides is None else self.decides
+
+    @property
+    def cost(self) -> float:
+        """How bad it is on held-out samples, where a loss tells small differences from accuracies: less is better."""
+        return self.loss if self.decides is None else -self.decides
 
 
 class Mean(NamedTuple):
@@ -54,11 +81,15 @@ class Best(NamedTuple):
     """Of all models, where this one is kept; else empty."""
     balanced_accuracy: float | None = None
     majority_share: float | None = None
+    metrics: dict[str, float] | None = None
+    decides: float | None = None
+    thresholds: tuple[float, ...] = ()
 
     def below(self, score: Score) -> bool:
         """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is highest."""
         ours, theirs = (math.inf if math.isnan(loss) else loss for loss in (self.loss, score.loss))
-        return (score.accuracy, -theirs) > (self.accuracy, -ours)
+        best = self.accuracy if self.decides is None else self.decides
+        return (score.quality, -theirs) > (best, -ours)
 
 
 Scores = dict[str, Score]
@@ -70,75 +101,109 @@ class Totals:
     """Sums over samples on this rank; `reduce` turns them into global means."""
 
     loss: float = 0.0
-    correct: int = 0
+    weight: float = 0.0
+    """By which the loss is divided."""
+    correct: float = 0
     count: int = 0
 
-    def add(self, logits: Tensor, labels: Tensor, mean_loss: float) -> None:
-        """Add a batch: its answers, and their mean loss; each character of a window counts as one."""
-        self.loss += mean_loss * labels.numel()
-        self.correct += int((classes_of(logits) == labels).sum())
-        self.count += labels.numel()
+    @classmethod
+    def read(cls, sums: Mapping[str, Any]) -> Totals:
+        """Return the sums of a checkpoint; those of earlier versions divide the loss by the samples."""
+        return cls(**{"weight": sums["count"], **sums})
+
+    def add(
+        self, logits: Tensor, labels: Tensor, mean_loss: float, *, task: Task = CLASSES, weight: float | None = None
+    ) -> None:
+        """Add a batch's answers and mean loss, of so much weight; each character of a window counts as one."""
+        rows = labels.numel() if task.kind == "classes" else len(labels)
+        weight = rows if weight is None else weight
+        self.loss += mean_loss * weight
+        self.weight += weight
+        self.correct += task.right(logits, labels)
+        self.count += rows
 
 
-def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Mapping[str, float]) -> None:
+def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Mapping[str, float], task: Task) -> None:
     """Add a batch's answers and mean losses, by model."""
     for name, (logits, labels) in answers.items():
-        totals.setdefault(name, Totals()).add(logits, labels, losses[name])
+        totals.setdefault(name, Totals()).add(logits, labels, losses[name], task=task)
 
 
 def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *, name: str) -> Scores:
     """Return each model's means over the samples that all ranks have counted. Collective."""
     mine = [totals.get(model, Totals()) for model in models]
-    sums = torch.tensor([[each.loss, each.correct, each.count] for each in mine], dtype=torch.float64)
+    sums = torch.tensor([[each.loss, each.weight, each.correct, each.count] for each in mine], dtype=torch.float64)
     rows = world.allreduce_sum(sums, name=f"totals.{name}").tolist()
     return {
-        model: Score(loss / max(count, 1), correct / max(count, 1))
-        for model, (loss, correct, count) in zip(models, rows, strict=True)
+        model: Score(loss / max(weight, 1e-9), correct / max(count, 1))
+        for model, (loss, weight, correct, count) in zip(models, rows, strict=True)
     }
 
 
-def evaluate(strategy: OpenModel, batches: Sequence[Batch], world: World) -> Scores:
+def evaluate(
+    strategy: OpenModel, batches: Sequence[Batch], world: World, task: Task, *, chooses: bool = False
+) -> Scores:
     """Return each model's means over a split, of which `batches` are this replica's share. Collective.
 
     The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
+    `chooses` tells whether the split is held out, so that thresholds of labels may be chosen by it.
     """
     totals: dict[str, Totals] = {}
-    tallies: dict[str, Tensor] = {}
+    kept: dict[str, list[Kept]] = {}
     strategy.begin_epoch(batches, training=False)
     for batch in batches:
         said = strategy.predict(batch)
         real = {
             name: Answers(logits[: batch.counted], labels[: batch.counted]) for name, (logits, labels) in said.items()
         }
-        losses = {
-            name: float(functional.cross_entropy(logits.double(), labels)) for name, (logits, labels) in real.items()
-        }
-        count(totals, real, losses)
+        losses = {name: float(task.losses(logits.double(), labels).mean()) for name, (logits, labels) in real.items()}
+        count(totals, real, losses, task)
         for name, (logits, labels) in real.items():
-            # A text's characters are no classes that anybody would balance.
-            if labels.dim() == 1:
-                tallies[name] = tally(logits, labels) + tallies.get(name, 0)
+            kept.setdefault(name, []).append(Kept(batch.ids[: batch.counted], task, logits, labels))
     scores = reduce(totals, strategy.models, world, name="evaluation")
-    everyone = world.allgather_object(tallies, name="evaluation.classes")
-    for name, score in scores.items():
-        counts = [theirs[name] for theirs in everyone if name in theirs]
-        scores[name] = balanced(score, torch.stack(counts).sum(0)) if counts else score
-    return scores
+    return judged(scores, kept, task, world, chooses=chooses)
 
 
-def tally(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return (2, classes) int64: each class's samples, and how many of them are answered right."""
-    classes = logits.shape[1]
-    right = labels[classes_of(logits) == labels]
-    return torch.stack([torch.bincount(each, minlength=classes) for each in (labels, right)])
+class Kept:
+    """What metrics need of some samples, as arrays."""
+
+    def __init__(self, ids: NDArray[np.int64], task: Task, logits: Tensor, labels: Tensor) -> None:
+        self.ids, self.kept, self.labels, self.outputs = ids, task.kept(logits).numpy(), labels.numpy(), logits.shape[1]
 
 
-def balanced(score: Score, counts: Tensor) -> Score:
-    """Return a score with what must be known beside it where classes are unequal; for `counts` see `tally`."""
-    majority = majority_of(counts[0])
+def judged(scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world: World, *, chooses: bool) -> Scores:
+    """Return the scores with the metrics of all ranks' answers, by model. Collective.
+
+    Rank 0 computes them, of samples in the order of their ids, so that they do not depend on who had which.
+    """
+    everyone = world.allgather_object({name: list(mine) for name, mine in kept.items()}, name="evaluation.answers")
+    found = {}
+    for name, score in scores.items() if world.rank == 0 else ():
+        parts = [each for theirs in everyone for each in theirs.get(name, ())]
+        # A text's characters are no classes that anybody would balance.
+        if parts and (parts[0].labels.ndim == 1 or task.kind != "classes"):
+            _, first = np.unique(np.concatenate([each.ids for each in parts]), return_index=True)
+            answers, labels = (
+                np.concatenate(column)[first] for column in zip(*((each.kept, each.labels) for each in parts))
+            )
+            found[name] = with_metrics(score, answers, labels, replace(task, outputs=parts[0].outputs), chooses=chooses)
+    return scores | world.broadcast_object(found, name="evaluation.metrics")
+
+
+def with_metrics(
+    score: Score, answers: NDArray[Any], labels: NDArray[Any], task: Task, *, chooses: bool = False
+) -> Score:
+    """Return a score with the metrics that models are compared by, and what is said beside accuracies."""
+    if chooses:
+        task = task.fitted_to(answers, labels)
+    metrics = task.metrics(answers, labels)
+    decides = task.decides(metrics)
+    score = score._replace(metrics=None if decides is None else metrics, decides=decides, thresholds=task.thresholds)
+    score = score._replace(accuracy=metrics.get("accuracy", score.accuracy))
+    majority = None if task.kind != "classes" else majority_of(np.bincount(labels, minlength=task.outputs))
     if majority is None:
         return score
-    return score._replace(balanced_accuracy=balanced_accuracy(counts[0], counts[1]), majority_share=majority[1])
+    return score._replace(balanced_accuracy=metrics["balanced_accuracy"], majority_share=majority[1])
 
 
 def mean(scores: Scores) -> Mean:
@@ -147,14 +212,12 @@ def mean(scores: Scores) -> Mean:
     return Mean(sum(score.loss for score in found) / len(found), sum(score.accuracy for score in found) / len(found))
 
 
-def balance_of(scores: Scores) -> dict[str, float]:
-    """Return what the record says beside the mean accuracy over models; nothing where classes are equal for all."""
-    found = {}
-    for key in ("balanced_accuracy", "majority_share"):
-        known = [value for score in scores.values() if (value := getattr(score, key)) is not None]
-        if known and len(known) == len(scores):
-            found[f"test_{key}"] = sum(known) / len(known)
-    return found
+def beside(scores: Scores) -> dict[str, float]:
+    """Return what the record says beside the mean loss and accuracy over models: means of what is known of all."""
+    each = [score.plain() for score in scores.values()]
+    names = [name for name in (each[0] if each else ()) if name not in ("loss", "accuracy")]
+    known = [name for name in names if all(name in one for one in each)]
+    return {f"test_{name}": sum(one[name] for one in each) / len(each) for name in known}
 
 
 def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
@@ -167,8 +230,7 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
                 f"{part}_{key}": value
                 for part, scores in parts.items()
                 if scores
-                for key, value in scores[name]._asdict().items()
-                if value is not None
+                for key, value in scores[name].plain().items()
             }
             for name in models
         }

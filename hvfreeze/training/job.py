@@ -23,6 +23,7 @@ from hvfreeze.runs.progress import Curves, Progress, RunLogger
 from hvfreeze.runs.reading import Move
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.base import Strategy
+from hvfreeze.tasks import Task
 from hvfreeze.training.budget import Budget
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.journal import Journal
@@ -84,6 +85,8 @@ class Job:
     """Since a model was last better than ever."""
     totals: dict[str, Totals] = field(default_factory=dict)
     """Sums over the epoch's training samples so far, by model."""
+    thresholds: tuple[float, ...] = ()
+    """Of labels, that a recipe has chosen for the model."""
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """States of the model that the recipe may go back to, by name."""
     earlier: Report = field(default_factory=dict)
@@ -104,6 +107,17 @@ class Job:
         if self.flips is None or self.config.data.flips != "auto":
             return self.config
         return replace(self.config, data=replace(self.config.data, flips=self.flips))
+
+    @property
+    def task(self) -> Task:
+        """What the models answer."""
+        task = self.factory.context.corpus.task
+        return replace(task, thresholds=self.thresholds) if self.thresholds else task
+
+    @property
+    def chooses(self) -> bool:
+        """Whether samples that are evaluated are held out, so that thresholds may be chosen by them."""
+        return self.config.data.validation_fraction > 0 and not self.thresholds
 
     @property
     def beside_majority(self) -> str:

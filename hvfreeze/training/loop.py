@@ -23,7 +23,7 @@ from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
-from hvfreeze.training.evaluation import Scores, balance_of, by_model, count, evaluate, mean, reduce
+from hvfreeze.training.evaluation import Scores, beside, by_model, count, evaluate, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.wording import plural
 
@@ -91,7 +91,7 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
     """Make one optimizer step, count it, and leave after it if that was asked; return this rank's loss. Collective."""
     result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
-    count(job.totals, result.answers, result.losses)
+    count(job.totals, result.answers, result.losses, job.task)
     if result.decision is not None:
         job.record.decision(job.placed(result.decision))
     if result.leave:
@@ -135,7 +135,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
 
 def evaluate_now(job: Job) -> Scores:
     """Return the scores of each model on the evaluation samples, and note them. Collective."""
-    tested = evaluate(job.opened.model, job.evaluation_batches, job.world)
+    tested = evaluate(job.opened.model, job.evaluation_batches, job.world, job.task, chooses=job.chooses)
     job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
     job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
     return tested
@@ -154,7 +154,7 @@ def numbers(job: Job, found: dict[str, Any], tested: Scores, report: dict[str, A
         **train_balance(job),
         "test_loss": loss,
         "test_accuracy": accuracy,
-        **balance_of(tested),
+        **beside(tested),
         "train_seconds": train_seconds(spent),
         "seconds": spent,
         "images_per_second": images / max(train_seconds(spent), 1e-9),

@@ -35,7 +35,7 @@ from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
 from hvfreeze.training.checkpoint import directory_of, finish_saving, restore
-from hvfreeze.training.evaluation import balance_of, by_model, mean
+from hvfreeze.training.evaluation import beside, by_model, mean
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
@@ -223,7 +223,7 @@ def conclude(job: Job) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": job.best_accuracy,
-        **balance_of(job.last_scores),
+        **beside(job.last_scores),
         **train_balance(job),
         "epochs": job.epochs_done,
         "steps": job.step,

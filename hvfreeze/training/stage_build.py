@@ -271,6 +271,7 @@ class Factory:
             images=feed.images,
             held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
             seen=seen,
+            task=self.context.corpus.task,
             learned_from=(tuning.freeze.cut or 0) if tuning.freeze.statistics == "batch" else None,
             pool=solving.head.pool,
             precision=solving.optimizer.precision,

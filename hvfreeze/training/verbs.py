@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional
 
 from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
@@ -21,14 +21,15 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.heads.probe import Probe
-from hvfreeze.heads.solution import Solution
+from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.heads.solve import FitTerms
 from hvfreeze.model.modes import in_evaluation, in_precision
 from hvfreeze.strategies.base import MODEL
+from hvfreeze.tasks import Task
 from hvfreeze.training import loop
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import save_at_end
-from hvfreeze.training.evaluation import Score, Totals, mean, reduce
+from hvfreeze.training.evaluation import Kept, Score, Totals, judged, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, Part
 
@@ -60,6 +61,8 @@ class Run:
         self._last: Part | None = None
         """What the last verb that was recalled had open."""
         self._recalls = False
+        self._thresholds: dict[str, tuple[float, ...]] = {}
+        """That held-out samples have chosen for the last head, the network and its snapshots."""
 
     def tune(
         self,
@@ -133,23 +136,23 @@ class Run:
                 self.job.enter(part)
             fit = fit_head(self.job, is_tuned=is_tuned)
             chosen = fit.chosen
-            found = Score(chosen.held_out_loss, chosen.held_out_accuracy) if chosen else Score(math.nan, math.nan)
+            found = score_of(chosen, self.job.task) if chosen else Score(math.nan, math.nan)
             # A head that has not converged is worse than its loss.
-            score = found if fit.converged else Score(math.inf, found.accuracy)
+            score = found if fit.converged else Score(math.inf, found.accuracy, thresholds=found.thresholds)
             trained = reduce(self.job.totals, self.job.opened.model.models, self.job.world, name="train")
             self.job.totals = {}
             loss, accuracy = mean(trained)
             numbers = {"train_loss": loss, "train_accuracy": accuracy}
-            numbers |= {"held_out_loss": found.loss, "held_out_accuracy": found.accuracy} if chosen else {}
+            numbers |= {f"held_out_{name}": value for name, value in found.plain().items()} if chosen else {}
             self.job.images += fit.rows
             self._record("solve", images=fit.rows, **numbers)
             return score
 
         arguments = {**self._named(settings), "tuned": is_tuned}
-        found = self._do(
-            "solve", arguments, make, work=lambda _: self.budget.work.solve, part=part, pack=loss_and_accuracy
-        )
-        return Score(*found[:2])
+        found = self._do("solve", arguments, make, work=lambda _: self.budget.work.solve, part=part, pack=packed)
+        score = unpacked(found)
+        self._thresholds["head"] = score.thresholds
+        return score
 
     def probe(self, solving: Config, tuning: Config, *, is_tuned: bool = True) -> float:
         """Return the held-out loss of a small head on the features of some samples; infinite where one is not finite.
@@ -187,12 +190,15 @@ class Run:
         def make(_: bool) -> Score:
             with self.job.clock.within("optimizer"):
                 score = score_held_out(self.job, solving)
-            self._record("held_out", held_out_loss=score.loss, held_out_accuracy=score.accuracy)
+            found: dict[str, Any] = {f"held_out_{name}": value for name, value in score.plain().items()}
+            self._record("held_out", **found)
             # A loss that is not finite is worse than any other.
-            return Score(score.loss if math.isfinite(score.loss) else math.inf, score.accuracy)
+            return score if math.isfinite(score.loss) else Score(math.inf, score.accuracy)
 
-        found = self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out, pack=loss_and_accuracy)
-        return Score(*found[:2])
+        found = self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out, pack=packed)
+        score = unpacked(found)
+        self._thresholds["network"] = score.thresholds
+        return score
 
     def snapshot(self, name: str) -> None:
         """Keep the model's state in memory, in place of an earlier one of that name."""
@@ -202,6 +208,7 @@ class Run:
             self.job.snapshots[name] = {key: tensor.clone() for key, tensor in state.items()}
 
         self._do("snapshot", {"name": name}, make)
+        self._thresholds[name] = self._thresholds.get("network", ())
 
     def restore(self, name: str) -> None:
         """Give the model the state of a snapshot."""
@@ -211,6 +218,7 @@ class Run:
                 self.job.factory.context.chain.model.load_state_dict(self.job.snapshots[name])
 
         self._do("restore", {"name": name}, make)
+        self._thresholds["network"] = self._thresholds[name]
 
     def finish_with(self, settings: Config | None = None) -> None:
         """Evaluate the model that the run ends with: that of the last verb, or with `settings` the network itself.
@@ -218,6 +226,7 @@ class Run:
         The network then has its own last layer, as after `tune` or `restore`.
         """
         part = None if settings is None else Part(settings)
+        self.job.thresholds = self._thresholds.get("head" if part is None else "network", ())
 
         def make(_: bool) -> None:
             if part is not None:
@@ -297,9 +306,29 @@ class Run:
         self.job.record.metrics({"verb": verb, **numbers})
 
 
-def loss_and_accuracy(score: Score) -> list[float]:
+def score_of(trial: PenaltyTrial, task: Task) -> Score:
+    """Return what held-out samples say of a head."""
+    found, metrics = Score(trial.held_out_loss, trial.held_out_accuracy), trial.metrics
+    if metrics is None:
+        return found
+    accuracy = metrics.get("accuracy", math.nan)
+    decides = task.decides(metrics)
+    return found._replace(accuracy=accuracy, metrics=metrics, decides=decides, thresholds=trial.thresholds)
+
+
+def packed(score: Score) -> list[Any]:
     """Return a score as plain values."""
-    return [score.loss, score.accuracy]
+    more = [] if score.metrics is None else [score.metrics, score.decides, list(score.thresholds)]
+    return [score.loss, score.accuracy, *more]
+
+
+def unpacked(found: Sequence[Any]) -> Score:
+    """Return the score that `packed` wrote, or a score."""
+    if isinstance(found, Score):
+        return found
+    loss, accuracy, *more = found
+    metrics, decides, thresholds = more or (None, None, ())
+    return Score(loss, accuracy, metrics=metrics, decides=decides, thresholds=tuple(thresholds))
 
 
 def fit_head(job: Job, *, is_tuned: bool) -> Solution:
@@ -318,7 +347,7 @@ def fit_head(job: Job, *, is_tuned: bool) -> Solution:
     totals = Totals()
     terms = FitTerms(job.feed.held_out(HELD_OUT), is_tuned, None if sampled is None else len(sampled))
     try:
-        fit = job.opened.fitted.fit(batches, terms, stop=stop, count=totals.add)
+        fit = job.opened.fitted.fit(batches, terms, stop=stop, count=partial(totals.add, task=job.task))
     except FeaturesError as error:
         raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
     if fit is None:
@@ -356,8 +385,9 @@ def zero_last_layer(job: Job) -> None:
 
 
 def score_held_out(job: Job, solving: Config) -> Score:
-    """Return the model's means over the held-out samples of all ranks, in the views of a fitted head. Collective."""
-    held, chain, totals = job.factory.held_out(solving), job.factory.context.chain, Totals()
+    """Return the model's means over all ranks' held-out samples, in the views of a fitted head. Collective."""
+    held, context, totals = job.factory.held_out(solving), job.factory.context, Totals()
+    chain, task, kept = context.chain, context.corpus.task, list[Kept]()
     announce(held.images, held.batches)
     with in_evaluation(chain.model), torch.no_grad():
         for batch in held.batches:
@@ -365,5 +395,12 @@ def score_held_out(job: Job, solving: Config) -> Score:
             with in_precision(solving.optimizer.precision):
                 logits = chain.run(images, 0, len(chain.blocks)).float()[: batch.counted]
             labels = batch.labels[: batch.counted]
-            totals.add(logits, labels, float(functional.cross_entropy(logits.double(), labels)))
-    return reduce({MODEL: totals}, [MODEL], job.world, name="held-out")[MODEL]
+            weights = task.weights_of(labels)
+            loss = task.loss(logits.double(), labels, weights)
+            totals.add(logits, labels, loss, task=task, weight=float(weights.sum()))
+            if task.is_examined:
+                kept.append(Kept(2 * batch.ids[: batch.counted] + batch.views[: batch.counted], task, logits, labels))
+    scores = reduce({MODEL: totals}, [MODEL], job.world, name="held-out")
+    if task.is_examined:
+        scores = judged(scores, {MODEL: kept}, task, job.world, chooses=True)
+    return scores[MODEL]

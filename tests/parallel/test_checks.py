@@ -34,7 +34,9 @@ PARTS = {
     "equal_runs": Part((3,)),
     "staged": Part((2,), (3, 4)),
     "cached": Part((2,), (1, 3, 4)),
-    "solved": Part((3,), (1, 2)),
+    "solved": Part((2,), (1, 3)),
+    "judged": Part((2,), (1, 3)),
+    "hub": Part((2,), (1, 3)),
     "updating": Part((3,), (1, 2, 4)),
     **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
     "grid": Part((4,), (1, 2, 3)),
@@ -51,7 +53,7 @@ PARTS = {
     "own_scripts": Part((2,), (1, 3), start=SCRIPT),
     "own_optimizer:not-yet": Part((1,), (4,), start="own_optimizer:not-yet"),
     "own_rest:started": Part((), (2, 3), start="own_rest:started"),
-    "own_rest:not-yet": Part((3,), (2, 4), start="own_rest:not-yet"),
+    "own_rest:not-yet": Part((), (2, 3, 4), start="own_rest:not-yet"),
     "own_rest:loop": Part((), (2, 3, 4), start="own_rest:loop"),
     # It leaves Horovod with a longer cycle.
     "lanes": Part((3,), (1, 2, 4), start="lanes"),
@@ -59,8 +61,20 @@ PARTS = {
 
 
 SELDOM = {
-    "staged": ("parts", "cached", "budgets"),
-    "subnets": ("a_run_goes_on_in_the_middle_of_a_round",),
+    "staged": ("parts", "cached", "budgets", "rounds"),
+    "runs:some": ("scheduled_runs_whose_exchange_is_chosen",),
+    "invariants": ("a_saved_state_goes_on_where_gains_are_sampled",),
+    "grid": ("a_resumed_run_is_the_uninterrupted_one", "a_grid_that_splits_no_batch_is_replicas_with_their_votes"),
+    "local_sgd": ("looking_changes_nothing_and_a_run_goes_on_in_the_middle_of_a_round",),
+    "redealt": ("a_resumed_run_is_the_uninterrupted_one",),
+    "shared_trunk": ("a_resumed_run_is_the_uninterrupted_one",),
+    "stale_ring": ("a_stopped_run_goes_on_bit_for_bit",),
+    "own_arguments": ("every_optimizer_of_torch_steps_as_under_horovod",),
+    "own_scripts": ("a_cache_changes_no_bit_of_a_script",),
+    "subnets": (
+        "a_run_goes_on_in_the_middle_of_a_round",
+        "a_run_that_left_at_the_end_of_an_epoch_is_evaluated_as_if_it_had_not",
+    ),
     "updating": ("a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache",),
     "equal_runs": ("ranks_that_meet_all_samples_share_what_each_has_computed",),
 }

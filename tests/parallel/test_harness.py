@@ -22,9 +22,9 @@ pytestmark = pytest.mark.mpi
     ("check", "words"),
     [
         seldom("fails_on_one_rank", ["rank 1:", "check_that_fails_on_one_rank", "nothing holds here"]),
-        ("others_wait_in", ["rank 0:", "assert world.rank > 0", "rank 1 did not come to the end", "barrier"]),
+        seldom("others_wait_in", ["rank 0:", "assert world.rank > 0", "rank 1 did not come to the end", "barrier"]),
         seldom("hangs", ["rank 1 did not come to the end of the check, which has 2 s", "line", "check_that_hangs"]),
-        ("kills_its_rank", ["rank 1 did not come to the end", "signal 9"]),
+        seldom("kills_its_rank", ["rank 1 did not come to the end", "signal 9"]),
         ("leaves_something", ["rank 1 left port ", "left a file: forgotten.txt", "left a process: sleep 3600"]),
     ],
 )

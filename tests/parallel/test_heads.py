@@ -12,7 +12,7 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.heads import kernel
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 from tests.parallel import standing
 from tests.parallel.sizes import sizes
 from tests.single.heads.table import CENTRES, CLASSES, CONSTANT, PENALTY, labelled_table

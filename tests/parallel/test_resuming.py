@@ -92,6 +92,7 @@ def assert_goes_on_from(before: dict[str, Any], after: dict[str, Any]) -> None:
             torch.testing.assert_close(own["statistics"][2 * place + 1], variance.float())
 
 
+@pytest.mark.seldom
 def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Epochs of 4 steps with two ranks, 2 with three and 8 with one: each goes on at the same part of the epoch.

@@ -71,6 +71,7 @@ FLAGS = {
     "image_size": ["24"],
     "fit": ["squash --image-size 24", "pad --image-size 24"],
     "background": ["black"],
+    "resample": ["bicubic --image-size 24"],
     "resize": ["28 --image-size 24", "36 --image-size 32"],
     "mean": ["0.4 --std 0.3"],
     "data_seed": ["6"],
@@ -150,8 +151,12 @@ LEFT_OUT = {
     **dict.fromkeys(("cache_failure", "cache_shared"), "shows where something fails, or others take part"),
     **dict.fromkeys(("stale_after", "tied_gradient"), "for a ring of ranks"),
     "context": "for texts, which are no images",
+    "task": "for labels of other kinds than the digits have",
     "data_dir": "the digits have none",
     "time_budget": "a clock decides",
+    **dict.fromkeys(
+        ("image_column", "label_column", "label_delimiter", "split_column", "test_table"), "for tables of labels"
+    ),
     "tensorboard": "a library that need not be there",
 }
 MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "stays", "peak_memory_bytes")

@@ -12,6 +12,7 @@ import pytest
 
 import hvfreeze
 from hvfreeze.config.flags import EXAMPLES
+from tests.parallel.test_checks import cases
 from tests.program import ROOT
 
 DOCS = ROOT / "docs"
@@ -114,3 +115,16 @@ def test_the_guide_tells_what_a_script_needs_first() -> None:
     guide = (DOCS / "own-loop.md").read_text()
     first = {"DistributedOptimizer", "CachedLoader", "FreezeConfig", "freeze_by_vote", "load", "Chain", "Freezer"}
     assert [name for name in sorted(first) if name not in guide] == []
+
+
+def test_each_guarantee_has_tests_that_make_test_runs() -> None:
+    guarantees = (DOCS / "reliability.md").read_text().partition("## Guarantees")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d)\. .*", (DOCS / "internals" / "developing.md").read_text(), re.MULTILINE)
+    assert rows == re.findall(r"^(\d)\. ", guarantees, re.MULTILINE)
+    often = {str(case.id) for case in cases() if not case.marks}
+    for line in (DOCS / "internals" / "developing.md").read_text().splitlines():
+        if re.match(r"\| \d\. ", line):
+            named = re.findall(r"`([^`]+)`", line)
+            files = [name for name in named if name.endswith(".py")]
+            assert files and all((ROOT / name).exists() for name in files), line
+            assert len(files) < len(named) and set(named) - set(files) <= often, line

@@ -142,7 +142,7 @@ def open_pipelines(
             boundaries=boundaries,
             load=lambda batch: images.load(batch.ids, batch.views),
             rows=CachedRows(name, context, config, stage, digests, remote, present_cost_inputs, clock, keeps),
-            objective=Objective(smoothing=config.optimizer.label_smoothing),
+            objective=Objective(task=context.corpus.task, smoothing=config.optimizer.label_smoothing),
             clock=clock,
         )
 

@@ -76,6 +76,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
             exits.critics[number] if number < len(exits.critics) else None,
             settings,
             critic_lr=LocalCriticsConfig.of(config).critic_lr,
+            task=context.corpus.task,
         )
         for number in range(*plan.ranks[world.rank])
     ]

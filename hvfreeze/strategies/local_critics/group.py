@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.model.blocks import Chain
@@ -26,6 +25,7 @@ from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
+from hvfreeze.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,26 @@ class LayerGroup:
         critic: from the group's output to logits; None for the last group, whose output is logits.
         settings: of the group's optimizer.
         critic_lr: learning rate of the critic's Adam.
+        task: what the exits answer.
     """
 
     def __init__(
-        self, plan: GroupPlan, chain: Chain, critic: nn.Module | None, settings: OptimizerConfig, *, critic_lr: float
+        self,
+        plan: GroupPlan,
+        chain: Chain,
+        critic: nn.Module | None,
+        settings: OptimizerConfig,
+        *,
+        critic_lr: float,
+        task: Task,
     ) -> None:
         self.plan, self.critic, self._chain, self._halves = plan, critic, chain, Halves(chain, settings.precision)
         named = chain.named_parameters(plan.start, plan.blocks[1])
         last = critic is None
         head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
         self.optimizer = open_optimizer(named, settings, head=head)
-        self._update, self._objective = Update(self.optimizer, settings), Objective(smoothing=settings.label_smoothing)
-        self._smoothing = settings.label_smoothing
+        self._update = Update(self.optimizer, settings)
+        self._objective = Objective(task=task, smoothing=settings.label_smoothing)
         self._weights = [] if critic is None else list(critic.parameters())
         self.critic_optimizer = torch.optim.Adam(self._weights, lr=critic_lr) if critic is not None else None
         with torch.random.fork_rng(devices=[]):
@@ -83,9 +91,9 @@ class LayerGroup:
         if self.critic is None:
             logits = self._output.float()
             self._loss = self._objective.loss(logits, Mixture(logits, labels))
-            return self._each(logits.detach(), labels)
+            return self._objective.each(logits.detach(), labels)
         inner = self._output.detach().requires_grad_()
-        self._losses = self._each(self.answer(inner), labels)
+        self._losses = self._objective.each(self.answer(inner), labels)
         self._loss = self._losses.mean()
         # The critic's own gradients are of another loss.
         (self._error,) = torch.autograd.grad(self._loss, inner, retain_graph=True)
@@ -159,9 +167,6 @@ class LayerGroup:
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         self._random = state["random"]
-
-    def _each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
-from hvfreeze.model.answers import classes_of
 from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
@@ -41,6 +40,7 @@ from hvfreeze.strategies.model_parallel import (
     gather_model,
     optimizer_bytes,
 )
+from hvfreeze.tasks import classes_of
 from hvfreeze.wording import plural
 
 

@@ -48,7 +48,7 @@ class SharedTrunkConfig(CutConfig):
     def refusals(self, config: Any) -> list[Refusal]:
         """Return the settings that do not go with a shared trunk."""
         optimizer, freeze, shared = config.optimizer, config.freeze, config.cache.cache_shared
-        rates = config.optimizer.head_lr
+        rates, weights = config.optimizer.head_lr, config.optimizer.class_weights
         return [
             ("freeze", freeze.freeze, freeze.freeze == "none", "the trunk is always frozen"),
             ("shadow", freeze.shadow, freeze.shadow == "none", "the trunk is always frozen"),
@@ -56,6 +56,7 @@ class SharedTrunkConfig(CutConfig):
             ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "gradients are not exchanged"),
             ("mixup", optimizer.mixup, optimizer.mixup == 0, "features are computed per sample, not per pair"),
             ("cache-shared", shared, not shared, "every rank stores the features of its own heads"),
+            ("class-weights", weights, weights == "none", "set loss: balanced in --tasks FILE"),
             ("head-lr", rates, rates is None or self.tasks is None, "--tasks sets a learning rate for each task"),
         ]
 

@@ -66,7 +66,7 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
         optimizer,
         # The norm of --clip-grad is that of all modules together, which no rank has alone.
         Update(optimizer, replace(settings, clip_grad=None)),
-        Objective(smoothing=settings.label_smoothing),
+        Objective(task=context.corpus.task, smoothing=settings.label_smoothing),
         world,
         context.clock,
         settings.clip_grad,

@@ -69,9 +69,9 @@ class Trial:
         let_runs_build(network)
 
     def config(self, name: str, **settings: Any) -> Config:
-        """Return a run's settings; it is evaluated on samples that are held out, fewer than the test split's."""
+        """Return a run's settings, None left out; it is evaluated on held-out samples, fewer than the test split's."""
         base = {"validation_fraction": 0.2, "threads": 1, "run_dir": str(self.root / name)}
-        return from_dict({**base, **settings})
+        return from_dict({flag: value for flag, value in {**base, **settings}.items() if value is not None})
 
     def model(self, name: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = torch.load(self.root / name / "model.pt", weights_only=True)

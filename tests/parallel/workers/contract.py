@@ -234,7 +234,7 @@ def check_predictions_in_any_order_change_nothing(trial: Trial) -> None:
         for name, (logits, labels) in there.items():
             assert torch.equal(logits, back[name].logits) and torch.equal(labels, back[name].labels)
             assert logits.dtype == torch.float32 and not logits.requires_grad
-    scores = evaluate(job.strategy, batches, trial.world)
+    scores = evaluate(job.strategy, batches, trial.world, job.task)
     assert list(scores) == list(job.strategy.models)
     assert len(set(trial.world.allgather_object(str(scores), name="contract.scores"))) == 1
 

@@ -16,7 +16,7 @@ from hvfreeze.heads import linear
 from hvfreeze.heads.kernel import KernelFit, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table
 
 

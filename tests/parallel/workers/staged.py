@@ -250,7 +250,7 @@ def check_parts(runs: Runs) -> None:
     """Make runs that leave out what auto can, and ones without pretrained weights."""
     random = runs("random", epochs=4)
     assert verbs_of(random) == ["tune", "solve"], "nothing is tried on random weights"
-    unguarded = runs("unguarded", epochs=4, auto_without="guard,votes")
+    unguarded = runs("unguarded", epochs=4, auto_without="guard,votes", interval=None, freeze_warmup=None)
     assert verbs_of(unguarded) == ["tune", "solve"] and all(e["verb"] != "held_out" for e in unguarded["verbs"])
     assert {cut for _, _, cut in unguarded["cut_history"][:-1]} == {0}
 
@@ -268,7 +268,7 @@ def check_budgets(runs: Runs) -> None:
     with clocked(runs.world), deciding(0.1):
         made["resumed"] = runs("timed-stopped", resume=True, **given)
     with clocked(runs.world):
-        plain = {"freeze": "linear", "head": "last", "head_fit": "sgd", "time_budget": "4s", "lr": 0.01}
+        plain = {"freeze": "linear", "head": "last", "head_fit": "sgd", "time_budget": "4s", "lr": 0.01, "pool": None}
         made["plain"] = runs("timed-plain", **plain)
     for name, run in made.items():
         part = run["time_budget"]["spent"] / run["time_budget"]["seconds"]

@@ -172,7 +172,8 @@ def check_a_model_whose_ends_share_nothing_is_the_twin(trial: Trial) -> None:
         return
     let_runs_build(small_resnet)
     flags, open_optimizer = OPTIMIZERS["sgd"]
-    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual", "context": None}
+    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual"}
+    given |= {"context": None, "data_dir": None}
     config = trial.config("untied", **given, **flags)
     summary = run(config, trial.world)
     if trial.world.rank == 0:
@@ -271,7 +272,8 @@ def check_running_statistics_are_seen_once(trial: Trial) -> None:
     if trial.world.size != 2:
         return
     let_runs_build(small_resnet)
-    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual", "context": None}
+    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual"}
+    given |= {"context": None, "data_dir": None}
     given |= OPTIMIZERS["sgd"][0]
     straight = run(trial.config("normed", **given), trial.world)
     interrupted(trial.config("normed-stop", **given), trial.world, after=STEPS - 2)

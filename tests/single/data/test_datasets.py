@@ -201,7 +201,7 @@ def leave_two_images(root: Path) -> None:
         (keep_one_class, "imagefolder", RefusedError, ["one class only (a)", "at least two"]),
         (empty_everything, "imagefolder", RefusedError, ["holds no class folders", "CLASS/IMAGE"]),
         (empty_everything, "cifar10", RefusedError, ["cifar-10-batches-py/", "train/ and test/", "--data-dir"]),
-        (leave_two_images, "imagefolder", RefusedError, ["2 images, too few to hold out"]),
+        (leave_two_images, "imagefolder", RefusedError, ["2 images are too few to hold out"]),
         (lambda root: None, "cifar10", RefusedError, ["2 classes where cifar10 has 10", "--data imagefolder"]),
         (lambda root: None, "cifar100", RefusedError, ["2 classes where cifar100 has 100"]),
         (lambda root: None, "mnist", UsageError, ["--data (mnist)", "digits, cifar10, cifar100, imagefolder"]),

@@ -30,7 +30,7 @@ def test_every_view_of_every_sample_is_counted_once_over_all_replicas(shuffle: s
     for feed in feeds(shuffle=shuffle, augment=augment):
         for batch in feed.every_view():
             assert len(batch.ids) == len(batch.views) == len(batch.labels) == 4
-            assert batch.labels.equal(feed.labels[batch.ids])
+            assert np.array_equal(batch.labels, feed.strata[batch.ids])
             seen.update(zip(batch.ids[: batch.counted].tolist(), batch.views[: batch.counted].tolist()))
     assert len(seen) == SAMPLES * views and set(seen.values()) == {1}
     assert {view for _, view in seen} == set(range(views))
@@ -59,7 +59,7 @@ def test_batches_that_train_nothing_are_larger_where_images_are_small(
 @pytest.mark.parametrize("shuffle", ["shard", "global"])
 def test_some_of_the_samples_lie_evenly_among_them(shuffle: str) -> None:
     for feed in feeds(shuffle=shuffle):
-        chosen = np.arange(len(feed.labels)) % 3 > 0
+        chosen = np.arange(len(feed.strata)) % 3 > 0
         own = feed.plan.owned(feed.replica)
         own = own[chosen[own]]
         some = np.flatnonzero(feed.some_of(chosen, 4))
@@ -110,7 +110,7 @@ def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class
     ids = np.flatnonzero(masks[0])
     assert len(ids) == 10
     assert set(ids) <= set(np.concatenate(found[0].plan.shards))
-    assert Counter(found[0].labels[ids].tolist()).most_common()[0][1] <= 2
+    assert Counter(found[0].strata[ids].tolist()).most_common()[0][1] <= 2
 
 
 @pytest.mark.parametrize(

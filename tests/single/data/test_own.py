@@ -75,6 +75,27 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
     assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == PROBES
 
 
+def test_labels_may_be_several_a_sample_or_numbers(opened: Callable[..., DataSplits]) -> None:
+    several = [torch.tensor([1, 0, 1]), np.array([True, False, False]), [0, 0, 0]] * 2
+    found = opened(lambda split: Listed(PIXELS, several, classes="xyz")).train
+    assert found.kind == "labels" and found.classes == ("x", "y", "z") and found.labels.dtype == torch.float32
+    assert found.labels[:3].tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
+    # The rarest label of each, or none.
+    assert found.strata.tolist() == [2, 0, 3] * 2
+    assert opened(lambda split: Listed(PIXELS, [0.5, 1, 2] * 2)).train.labels.tolist() == [[0.5], [1], [2]] * 2
+    pairs = opened(lambda split: Listed(PIXELS, [[1, 2], [3, 4]] * 3)).train
+    assert pairs.kind == "numbers" and pairs.labels.shape == (6, 2)
+    # Whole numbers are classes, unless somebody says otherwise.
+    assert opened(lambda split: Listed(PIXELS, [0, 1] * 3)).train.kind == "classes"
+    assert opened(lambda split: Listed(PIXELS, [0, 1] * 3), task="numbers").train.kind == "numbers"
+    assert opened(lambda split: Listed(PIXELS, [0, 1] * 3, task="labels")).train.labels.shape == (6, 1)
+
+
+def test_a_label_that_no_sample_has_is_told(opened: Callable[..., DataSplits]) -> None:
+    labels = {"train": [[1, 0], [0, 0]] * 3, "test": [[0, 1], [1, 1]] * 3}
+    assert opened(lambda split: Listed(PIXELS, labels[split])).notes == ["no training sample has label 1"]
+
+
 def test_the_folder_comes_to_a_function_that_asks_for_one(opened: Callable[..., DataSplits]) -> None:
     asked = []
 
@@ -121,11 +142,24 @@ ODD: dict[str, tuple[Any, str]] = {
     "no pair": (lambda split: [1, 2, 3], r"sample 0 cannot be read as \(image, label\): TypeError"),
     "a failing one": (lambda split: Listed(PIXELS[:3], [0]), "sample 1 cannot be read .*IndexError"),
     "a label in words": (lambda split: Listed(PIXELS, ["a"] * 6), r"label of sample 0 \('a'\) must be a whole number"),
-    "labels as vectors": (
-        lambda split: Listed(PIXELS, [torch.eye(2)[0]] * 6),
-        r"label of sample 0 \(tensor\(\[1., 0.\]\)\) must be a whole number",
+    "labels of several lengths": (
+        lambda split: Listed(PIXELS, [[0, 1]] * 5 + [[0, 1, 1]]),
+        r"label of sample 0 of train \(\[0.0, 1.0\]\) must be 0 or 1, 3 times",
     ),
-    "a label below 0": (lambda split: Listed(PIXELS, [0, -1] * 3), r"label of sample 1 \(-1\)"),
+    "a label that is no number": (
+        lambda split: Listed(PIXELS, [0.5, float("nan")] * 3),
+        "sample 1 .nan. must be finite",
+    ),
+    "other labels in test": (
+        lambda split: Listed(PIXELS, [[0, 1, 1] if split == "train" else [0, 1]] * 6),
+        "labels have 3 entries in train and 2 entries in test",
+    ),
+    "names that do not suffice": (
+        lambda split: Listed(PIXELS, [[0, 1, 1]] * 6, classes="ab"),
+        "must be 3 different names, one for each entry of a label",
+    ),
+    "an unknown task": (lambda split: Listed(PIXELS, [0, 1] * 3, task="detection"), "the data set's task .detection."),
+    "a label below 0": (lambda split: Listed(PIXELS, [0, -1] * 3), "label of sample 1 of train .-1."),
     "one class": (lambda split: Listed(PIXELS, [0] * 6), "at least two classes"),
     "more labels than classes": (lambda split: Listed(PIXELS, [0, 2] * 3, classes="ab"), "labels go up to 2"),
     "an empty name": (lambda split: Listed(PIXELS, [0, 1] * 3, classes=["x", ""]), "names of their own, none empty"),

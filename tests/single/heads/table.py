@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 
 CLASSES = 4
 CENTRES = 250

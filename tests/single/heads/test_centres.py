@@ -20,7 +20,7 @@ from hvfreeze.heads.kernel import ALL_COMPARED, CENTRES, KernelFit, centres_for,
 from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.preconditioners import NystromInverse, cholesky
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 from tests.single.heads.table import CLASSES, best_scale, labelled_table
 from tests.single.heads.test_kernel import PLENTY, Table, answers, found
 

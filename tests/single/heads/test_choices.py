@@ -19,7 +19,7 @@ from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import SCALES, Classes
+from hvfreeze.tasks import SCALES, Classes
 from tests.single.heads.table import best_scale
 
 CLASSES = 4

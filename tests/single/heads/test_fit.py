@@ -17,7 +17,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.heads.linear import HeadFit, Subset, SumsOverRanks, fit_linear
 from hvfreeze.heads.moments import FeaturesError, measure
 from hvfreeze.heads.rows import Chunk, RowInfo, RowsInMemory, RowsOfBatches, gather
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 from tests.single.heads.table import CLASSES, labelled_table
 
 

@@ -25,7 +25,7 @@ from hvfreeze.heads.multilevel import MultiLevelClassifier, take
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import FitTerms, solve
-from hvfreeze.heads.tasks import SCALES, Classes
+from hvfreeze.tasks import SCALES, Classes
 from tests.single.heads.table import CLASSES, best_scale, labelled_table
 from tests.single.heads.test_features import small_chain
 from tests.single.heads.test_multilevel import loads_and_runs_elsewhere

@@ -17,7 +17,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes
+from hvfreeze.tasks import Classes
 from tests.single.heads.test_features import small_chain
 
 READER = """

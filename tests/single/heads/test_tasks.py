@@ -19,7 +19,7 @@ from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_linear
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.tasks import Classes, MultiLabel, Numbers, Task
+from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 from tests.single.heads.table import CLASSES, labelled_table
 
 ROWS = 400
@@ -117,7 +117,7 @@ def test_each_label_has_a_logistic_regression_of_its_own(*, weighted: bool) -> N
     fit = linear(MultiLabel(3), labels, weights=weights, penalties=[0.001], tolerance=1e-4)
     said = (features @ fit.weight.t() + fit.bias).numpy()
     for label in range(3):
-        reference = LogisticRegression(C=1 / (2 * 0.001 * 3 * float(weights.sum())), tol=1e-8, max_iter=5000)
+        reference = LogisticRegression(C=1 / (2 * 0.001 * float(weights.sum())), tol=1e-8, max_iter=5000)
         reference.fit(features.numpy(), labels[:, label].numpy(), sample_weight=weights.numpy())
         np.testing.assert_allclose(said[:, label], reference.decision_function(features.numpy()), atol=5e-3)
 
@@ -130,7 +130,7 @@ def test_labels_of_a_kernel_head_are_calibrated_one_by_one(few: int, monkeypatch
     fit = kernel(MultiLabel(3), labels)
     assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.8
     frequent = labels.mean(0)
-    assert fit.chosen.held_out_loss < float(functional.binary_cross_entropy(frequent.expand_as(labels), labels))
+    assert fit.chosen.held_out_loss < 3 * float(functional.binary_cross_entropy(frequent.expand_as(labels), labels))
     head = KernelHead(12, 3, bias=True)
     take(head, fit)
     chances = head(features).detach().sigmoid()

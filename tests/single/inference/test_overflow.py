@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvfreeze.inference.card import sha256_of
 from hvfreeze.inference.model import Applied
-from hvfreeze.model.answers import NO_ANSWER, classes_of
+from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.training.evaluation import Totals
 from tests.program import call
 from tests.single.inference.conftest import Finished

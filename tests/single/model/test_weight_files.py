@@ -57,6 +57,11 @@ SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
     ),
     "a backbone": (lambda s: under("backbone.", s), ""),
     "two prefixes": (lambda s: under("_orig_mod.module.encoder.", s), ""),
+    "compiled stages": (lambda s: {n.replace("features.3.", "features.3._orig_mod."): t for n, t in s.items()}, ""),
+    "sharded over ranks": (
+        lambda s: {f"_fsdp_wrapped_module.{n.replace('.3.', '.3._fsdp_wrapped_module.')}": t for n, t in s.items()},
+        "",
+    ),
     "arguments": (lambda s: {"model": s, "args": argparse.Namespace(lr=0.1, model="squeezenet")}, ""),
     "a counter": (lambda s: {**s, "version": 3}, "version are no tensors, and are left out"),
 }
@@ -71,6 +76,24 @@ def test_the_models_state_is_found_and_what_is_left_out_is_told(how: str, tmp_pa
     assert_equal_states(state_of(built.model), donor)
     *notes, _ = built.notes
     assert [told in note for note in notes] == [True] * bool(told), notes
+
+
+PREFIXES = ("", "module.", "model.", "backbone.", "_orig_mod.", "module._orig_mod.", "model.backbone.")
+KEYS = ("", "state_dict", "model", "model_state_dict")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_usual_prefix_loads_from_every_format(prefix: str, tmp_path: Path) -> None:
+    donor = state_of(squeezenet(10, seed=1))
+    named = under(prefix, donor)
+    files = []
+    for key in KEYS:
+        files.append(tmp_path / f"pytorch_model{key}.bin")
+        torch.save({key: named} if key else named, files[-1])
+    files.append(safetensors(tmp_path / "model.safetensors", named))
+    for file in files:
+        built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
+        assert_equal_states(state_of(built.model), donor)
 
 
 def test_a_head_outside_of_the_backbone_is_the_models(tmp_path: Path) -> None:
@@ -134,8 +157,7 @@ def test_safetensors_ask_for_their_library(tmp_path: Path, monkeypatch: pytest.M
     assert read_state(str(file))[0]["fc.weight"].tolist() == [1.0, 1.0]
 
 
-def test_safetensors_load_where_their_library_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors.torch")
+def test_a_damaged_file_of_safetensors_is_refused(tmp_path: Path) -> None:
     donor = state_of(squeezenet(10, seed=1))
     file = safetensors(tmp_path / "model.safetensors", donor)
     built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
@@ -143,6 +165,22 @@ def test_safetensors_load_where_their_library_is_there(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(RefusedError, match="the file is damaged"):
         read_state(str(file))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_is_no_single_file_of_tensors_is_called_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        RefusedError, match=r"are a folder; name a file of weights in it \(.*\.bin.*\); this one has none"
+    ):
+        read_state(str(tmp_path))
+    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "traced.pt")
+    with pytest.raises(RefusedError, match=r"a TorchScript archive holds code, and none was run; save them with"):
+        read_state(str(tmp_path / "traced.pt"))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(RefusedError, match="an index of several files, each with a part of the weights; save them as"):
+        read_state(str(tmp_path / "model.safetensors.index.json"))
+    with pytest.raises(RefusedError, match=r"are a folder; name a file of weights in it, such as traced\.pt$"):
+        read_state(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def trained(
 ) -> dict[str, Any]:
     """Run with evaluations that find `accuracies`; with `leave_in` it is asked to leave in that epoch's first step."""
 
-    def evaluate(strategy: Any, batches: Any, world: Any) -> dict[str, Score]:
+    def evaluate(strategy: Any, *_: Any, chooses: bool) -> dict[str, Score]:
         done = int(strategy.freezer.step)
         return {MODEL: Score(1.0 + done / 100, accuracies[done // STEPS - 1])}
 

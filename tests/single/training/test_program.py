@@ -64,7 +64,7 @@ def test_a_run_is_private_that_has_its_cache_inside(tmp_path: Path, sharing: lis
 def test_a_loss_that_overflows_in_an_evaluation_is_said_and_records_stay_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "evaluate", lambda *_: {"model": Score(loss=float("nan"), accuracy=0.25)})
+    monkeypatch.setattr(loop, "evaluate", lambda *_, chooses: {"model": Score(loss=float("nan"), accuracy=0.25)})
     outcome = train(tmp_path / "run", "--keep", "best")
     assert outcome.returncode == 0 and "is not finite" in outcome.stdout, str(outcome)
     line, summary = ((tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "summary.json"))

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from hvfreeze.data.class_shares import accuracy_in_words, balanced_accuracy, majority_of
+from hvfreeze.data.class_shares import accuracy_in_words, majority_of
+from hvfreeze.metrics import balanced_accuracy
 from tests.program import Outcome, call
 
 FLAGS = "--model shufflenet_v2_x0_5 --batch-size 8 --threads 1 --augment none"

@@ -1,0 +1,146 @@
+"""Tables as files: CSV and TSV by Python's library, Parquet by pyarrow; every cell is text, and has a place."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hvfreeze.data.reading import unreadable
+from hvfreeze.errors import RefusedError, UsageError
+
+MOST_BYTES = 2**30
+PARQUET = ".parquet"
+MOST_SHOWN = 80
+"""Characters of a line."""
+MOST_COLUMNS = 12
+"""Columns that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The columns of a table, as text."""
+
+    path: Path
+    names: tuple[str, ...]
+    """The column names, as they are written."""
+    column: Callable[[str], list[str]]
+    """Name -> the cells of a column, stripped; empty where there is nothing."""
+    lines: Sequence[int]
+    """Of each row, the line on which it ends; of Parquet, its number from 1."""
+
+    def place(self, row: int, column: str) -> str:
+        """Return what a message calls a cell."""
+        what = "row" if self.path.suffix.lower() == PARQUET else "line"
+        return f"{self.path}, {what} {self.lines[row]}, column {column}"
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def names_in_words(self) -> str:
+        """Return the column names for a message."""
+        more = len(self.names) - MOST_COLUMNS
+        return ", ".join(self.names[:MOST_COLUMNS]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_table(path: Path) -> Table:
+    """Return the table in a file.
+
+    Raises:
+        RefusedError: it is missing, unreadable or damaged, has no rows, or a row has another number of fields.
+        UsageError: it is Parquet, and pyarrow is not installed.
+    """
+    if not path.exists():
+        raise RefusedError(f"table {path} does not exist; name a CSV, TSV or Parquet file with --data")
+    return read_parquet(path) if path.suffix.lower() == PARQUET else read_text(path)
+
+
+def read_text(path: Path) -> Table:
+    """Return the table in a CSV or TSV file, whose first line names the columns; empty lines are left out."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(data) > MOST_BYTES:
+        raise RefusedError(f"table {path} is larger than {MOST_BYTES} bytes; use Parquet")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise RefusedError(f"table {path}, line {line}: no UTF-8 text ({error.reason}); save it as UTF-8") from error
+    first = text.partition("\n")[0]
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ";" if ";" in first and "," not in first else ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    rows, lines = list[list[str]](), list[int]()
+    try:
+        for row in reader:
+            if row:
+                rows.append([cell.strip() for cell in row])
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise RefusedError(f"table {path}, line {reader.line_num}: {error}; mend the line") from error
+    if len(rows) < 2:
+        raise RefusedError(f"table {path} has no rows; it needs a line of column names and a line for each image")
+    names = rows[0]
+    for row, line in zip(rows[1:], lines[1:]):
+        if len(row) != len(names):
+            raise RefusedError(
+                f"table {path}, line {line}: {len(row)} fields, and the first line names {len(names)} columns; mend it "
+                f"or put fields that contain {delimiter!r} in quotes"
+            )
+    columns = dict(zip(reversed(names), reversed(list(zip(*rows[1:])))))
+    return Table(path=path, names=tuple(names), column=lambda name: list(columns[name]), lines=lines[1:])
+
+
+def read_parquet(path: Path) -> Table:
+    """Return the table in a Parquet file; a column is read when it is asked for."""
+    parquet = pyarrow_parquet(f"table {path}")
+    try:
+        file = parquet.ParquetFile(path)
+        names, rows = tuple(map(str, file.schema_arrow.names)), file.metadata.num_rows
+    except Exception as error:  # a damaged file makes pyarrow raise errors of many kinds
+        raise RefusedError(f"table {path} cannot be read as Parquet ({one_line(error)}); restore it") from error
+    if not rows:
+        raise RefusedError(f"table {path} has no rows")
+
+    def column(name: str) -> list[str]:
+        try:
+            cells = file.read(columns=[name]).column(0).to_pylist()
+        except Exception as error:
+            raise RefusedError(f"table {path}, column {name}: {one_line(error)}; restore the file") from error
+        odd = next((row for row, cell in enumerate(cells) if isinstance(cell, (dict, list, bytes))), None)
+        if odd is not None:
+            hint = "" if isinstance(cells[odd], list) else "; for files with images inside use --data hf:FILE"
+            raise RefusedError(f"{path}, row {odd + 1}, column {name} must be text or a number{hint}")
+        return [text_of(cell) for cell in cells]
+
+    return Table(path=path, names=names, column=column, lines=range(1, rows + 1))
+
+
+def pyarrow_parquet(what: str) -> Any:
+    """Return pyarrow's module for Parquet. Raises UsageError, which begins with `what`, where it is not installed."""
+    try:
+        return import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UsageError(f"{what} is Parquet, which needs pyarrow ({error}): pip install pyarrow") from error
+
+
+def text_of(cell: Any) -> str:
+    """Return a cell of a Parquet file as text; whole floats, as pandas writes integers with gaps, as integers."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return str(int(cell))
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return str(cell).strip()
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's text in one line."""
+    return " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__

@@ -1,0 +1,452 @@
+"""Labels from a table: which columns hold what, and the rows as samples of a training and a test set.
+
+image,label,split
+owls/1.jpg,owl,train
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvfreeze.config.sections import DataConfig
+from hvfreeze.data.folders import Folders, Listing, first_few, folders_of, hold_out, looks_of, meant_by
+from hvfreeze.data.split_names import split_of
+from hvfreeze.data.table_files import Table, read_table
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.wording import plural
+
+IMAGE = (
+    "image",
+    "image path",
+    "image file",
+    "image name",
+    "path",
+    "file",
+    "file path",
+    "filepath",
+    "file name",
+    "filename",
+)
+LABEL = ("label", "labels", "class", "class name", "class id", "category", "target", "y")
+SPLIT = ("split", "subset", "set", "partition")
+"""Names of columns, in small letters and with spaces."""
+NONE = "none"
+"""In the place of a split column's name: there is none."""
+MISSING = ("", "nan")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+WHOLE = re.compile(r"(\d+)(?:\.0*)?")
+MOST_MISSING = 3
+"""Files that do not exist, which a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What was said about a table; None is found by the names of its columns."""
+
+    image: str | None = None
+    label: str | None = None
+    """One column, or several as in CSV."""
+    split: str | None = None
+    delimiter: str | None = None
+    """Between the labels in one cell."""
+    test: str | None = None
+    """Another table, with the test samples."""
+    task: str = "auto"
+    """See `tasks.TASKS`."""
+
+
+USUAL_COLUMNS = Columns()
+
+
+def columns_of(data: DataConfig) -> Columns:
+    """Return what a run's settings say about its table."""
+    return Columns(
+        image=data.image_column,
+        label=data.label_column,
+        split=data.split_column,
+        delimiter=data.label_delimiter,
+        test=data.test_table,
+        task=data.task,
+    )
+
+
+class Chosen(NamedTuple):
+    """Which columns of a table hold what."""
+
+    image: str
+    labels: tuple[str, ...]
+    split: str | None
+
+    def in_words(self) -> str:
+        """Return them for a note."""
+        split = f", splits from {self.split}" if self.split else ""
+        return f"images from column {self.image}, labels from {first_few(self.labels)}{split}"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one split."""
+
+    table: Table
+    chosen: Chosen
+    numbers: list[int]
+    """Rows of the table."""
+    paths: list[str]
+    """Of their images."""
+    cells: list[tuple[str, ...]]
+    """Their cells in the label columns."""
+
+    def place(self, row: int, column: int = 0) -> str:
+        """Return what a message calls a cell with a label."""
+        return self.table.place(self.numbers[row], self.chosen.labels[column])
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """How the cells with labels are read."""
+
+    kind: str
+    """A key of `tasks.TASKS`."""
+    names: tuple[str, ...]
+    """Of classes, labels or numbers."""
+    delimiter: str | None = None
+    known_to: str = "training rows"
+    """What has these names."""
+
+    def of(self, rows: Rows) -> NDArray[np.generic]:
+        """Return the labels of rows, as `ImageSet.labels` has them.
+
+        Raises:
+            RefusedError: a cell is empty, or holds something else; names its place.
+        """
+        number = {name: place for place, name in enumerate(self.names)}
+        if self.kind == "classes":
+            found = []
+            for row, (cell,) in enumerate(rows.cells):
+                name = class_of(cell)
+                refuse_missing(rows, row, 0, cell)
+                if name not in number:
+                    raise RefusedError(f"{rows.place(row)}: {self.unknown(name)}")
+                found.append(number[name])
+            return np.array(found, np.int64)
+        values = np.zeros((len(rows.cells), len(self.names)), np.float32)
+        for row, cells in enumerate(rows.cells):
+            if self.delimiter is not None:
+                for name in parts_of(cells[0], self.delimiter):
+                    if name not in number:
+                        raise RefusedError(f"{rows.place(row)}: {self.unknown(name)}")
+                    values[row, number[name]] = 1
+                continue
+            for column, cell in enumerate(cells):
+                refuse_missing(rows, row, column, cell)
+                values[row, column] = self.number_in(cell, rows.place(row, column))
+        return values
+
+    def unknown(self, name: str) -> str:
+        """Return why a name is refused that is not among `names`."""
+        alike = [each for each in self.names if looks_of(each) == looks_of(name)]
+        hint = f"write {alike[0]!r}" if alike else "add training rows, or take the row out"
+        what = "class" if self.kind == "classes" else "label"
+        return f"{what} {name!r} is unknown to the {self.known_to}; {hint}"
+
+    def number_in(self, cell: str, place: str) -> float:
+        """Return the number in a cell, of several labels 0 or 1."""
+        value = float(cell) if NUMBER.fullmatch(cell) else {"true": 1.0, "false": 0.0}.get(cell.lower(), math.nan)
+        if not abs(value) <= torch.finfo(torch.float32).max:
+            raise RefusedError(f"{place}: {cell!r} must be a {'number' if self.kind == 'numbers' else 'label, 0 or 1'}")
+        if self.kind == "labels" and value not in (0, 1):
+            raise RefusedError(f"{place}: {cell!r} must be 0 or 1; pass --task numbers where labels are numbers")
+        return value
+
+
+def list_table(path: Path, root: Path, columns: Columns) -> Folders:
+    """Return what there is in a table, whose images' paths are relative to `root`, by one look at each file.
+
+    Raises:
+        RefusedError: the table, a cell or an image is missing or cannot be used; names file, line and column.
+        UsageError: a column was named that is not there, or none is known for the images or the labels.
+    """
+    table = read_table(path)
+    chosen, split_rows = choose_columns(table, columns), dict[str, Rows]()
+    notes = [f"{path.name}: {chosen.in_words()}"]
+    if columns.test is not None:
+        if chosen.split is not None:
+            notes.append(f"column {chosen.split} is not used: --test-table has the test samples")
+        other = read_table(Path(columns.test))
+        known = Columns(image=columns.image, label=columns.label, split=NONE, task=columns.task)
+        split_rows = {"train": rows_in(table, chosen), "test": rows_in(other, choose_columns(other, known))}
+        if split_rows["test"].chosen.labels != chosen.labels:
+            raise RefusedError(
+                f"table {other.path} has labels in {first_few(split_rows['test'].chosen.labels)}, and {path} in "
+                f"{first_few(chosen.labels)}; name the columns with --label-column"
+            )
+    elif chosen.split is not None:
+        split_rows, told = by_split(table, chosen)
+        notes += told
+    training = split_rows.get("train") or rows_in(table, chosen)
+    labels = labels_in(training, columns)
+    listings = {name: listing_of(rows, root, labels) for name, rows in (split_rows or {"": training}).items()}
+    if not split_rows:
+        whole = listings[""]
+        listings, told = hold_out(whole, f"{path} has no column for the split")
+        notes += told
+    notes += [note for name in ("train", "test") for note in listings[name].notes]
+    if labels.kind == "classes":
+        tested = set(listings["test"].labels().tolist())
+        absent = [name for number, name in enumerate(labels.names) if number not in tested]
+        notes += [f"no test row has class {first_few(absent)}: accuracy says nothing of it"] if absent else []
+    return folders_of(root, listings, notes)
+
+
+def list_for_evaluation(path: Path, columns: Columns) -> Rows:
+    """Return the test rows of a table, all rows where no column tells the split; images beside the table."""
+    table = read_table(path)
+    chosen = choose_columns(table, columns)
+    if chosen.split is None:
+        return rows_in(table, chosen)
+    return by_split(table, chosen)[0]["test"]
+
+
+def images_in(path: Path, columns: Columns) -> list[Path]:
+    """Return the images that a table names, in its order; it need not have labels."""
+    table = read_table(path)
+    return [path.parent / cell for cell in table.column(column_for(table, "image", columns.image, IMAGE))]
+
+
+def choose_columns(table: Table, columns: Columns) -> Chosen:
+    """Return which columns hold what: those that were named, else by their usual names."""
+    image = column_for(table, "image", columns.image, IMAGE)
+    split = None
+    if columns.split is None:
+        found = usual(table, SPLIT)
+        split = found[0] if len(found) == 1 else None
+    elif columns.split != NONE:
+        split = column_for(table, "split", columns.split, SPLIT)
+    if columns.label is not None:
+        labels = tuple(next(csv.reader([columns.label], skipinitialspace=True)))
+        for name in labels:
+            check_column(table, "label", name)
+    else:
+        known = usual(table, LABEL)
+        if not known and columns.task in ("labels", "numbers"):
+            known = [name for name in table.names if name not in (image, split)]
+            labels = tuple(known)
+        else:
+            labels = (column_for(table, "label", None, LABEL),)
+    if len(set(labels)) < len(labels) or not labels:
+        raise UsageError(f"--label-column ({columns.label}) must name different columns")
+    return Chosen(image, labels, split)
+
+
+def column_for(table: Table, what: str, named: str | None, names: Sequence[str]) -> str:
+    """Return the column that was named, else the one with a usual name."""
+    if named is not None:
+        check_column(table, what, named)
+        return named
+    found = usual(table, names)
+    if len(found) != 1:
+        why = f"has several columns for the {what}: {', '.join(found)}" if found else f"has no column named {names[0]}"
+        raise UsageError(
+            f"table {table.path} {why}; name the column with --{what}-column (columns: {table.names_in_words()})"
+        )
+    check_column(table, what, found[0])
+    return found[0]
+
+
+def check_column(table: Table, what: str, name: str) -> None:
+    """Raise UsageError where a table has no such column, or several."""
+    count = table.names.count(name)
+    if count != 1:
+        why = "is no column" if count == 0 else f"is the name of {count} columns"
+        raise UsageError(f"--{what}-column ({name}) {why} of {table.path}, which has {table.names_in_words()}")
+
+
+def usual(table: Table, names: Sequence[str]) -> list[str]:
+    """Return the columns with one of the usual names."""
+    return [name for name in dict.fromkeys(table.names) if re.sub(r"[\s_-]+", " ", name.strip()).lower() in names]
+
+
+def rows_in(table: Table, chosen: Chosen, numbers: Sequence[int] | None = None) -> Rows:
+    """Return rows of a table, all where `numbers` is None.
+
+    Raises:
+        RefusedError: the path of an image is empty.
+    """
+    own = list(range(len(table)) if numbers is None else numbers)
+    images = table.column(chosen.image)
+    cells = list(zip(*(table.column(name) for name in chosen.labels)))
+    for row in own:
+        if images[row].lower() in MISSING:
+            raise RefusedError(f"{table.place(row, chosen.image)}: no image; fill it in, or take the row out")
+    return Rows(table, chosen, own, [os.path.normpath(images[row]) for row in own], [cells[row] for row in own])
+
+
+def by_split(table: Table, chosen: Chosen) -> tuple[dict[str, Rows], list[str]]:
+    """Return the rows of the training and the test set, and notes.
+
+    Raises:
+        RefusedError: a cell names no split, or there are no rows of one.
+    """
+    assert chosen.split is not None
+    numbers: dict[str, list[int]] = {"train": [], "val": [], "test": []}
+    known: dict[str, str | None] = {}
+    for row, cell in enumerate(table.column(chosen.split)):
+        if cell not in known:
+            found = split_of(cell)
+            known[cell] = found[0] if found is not None and not found[1] else None
+        split = known[cell]
+        if split is None:
+            raise RefusedError(
+                f"{table.place(row, chosen.split)}: {cell!r} must be train, val or test; --split-column {NONE} leaves "
+                "the column out"
+            )
+        numbers[split].append(row)
+    tested = "test" if numbers["test"] else "val"
+    lacking = "training" if not numbers["train"] else "test" if not numbers[tested] else ""
+    if lacking:
+        raise RefusedError(
+            f"table {table.path}, column {chosen.split}: no {lacking} rows; --split-column {NONE} leaves the column out"
+        )
+    notes = []
+    if numbers["val"]:
+        count = len(numbers["val"])
+        serve = f"{plural(count, 'val row serves', 'val rows serve')} as the test set"
+        unused = f"{plural(count, 'val row is', 'val rows are')} not used: accuracy is on test"
+        notes.append(serve if tested == "val" else unused)
+    parts = {"train": numbers["train"], "test": numbers[tested]}
+    return {name: rows_in(table, chosen, own) for name, own in parts.items()}, notes
+
+
+def labels_in(rows: Rows, columns: Columns) -> Labels:
+    """Return how the labels of the training rows are read: as --task says, else as they look.
+
+    Raises:
+        RefusedError: a cell is empty, or there are fewer than two classes.
+    """
+    chosen, task = rows.chosen.labels, columns.task
+    delimiter = columns.delimiter or ("," if task == "labels" and len(chosen) == 1 else None)
+    if delimiter is not None:
+        if len(chosen) > 1 or task in ("classes", "numbers"):
+            raise UsageError(f"--label-delimiter ({delimiter}) needs one --label-column and --task labels")
+        names = sorted({name for (cell,) in rows.cells for name in parts_of(cell, delimiter)}, key=order_of)
+        if not names:
+            raise RefusedError(f"table {rows.table.path}, column {chosen[0]}: no training row has a label")
+        return Labels("labels", tuple(names), delimiter)
+    for row, cells in enumerate(rows.cells):
+        for column, cell in enumerate(cells):
+            refuse_missing(rows, row, column, cell)
+    flat = {cell for cells in rows.cells for cell in cells}
+    kind = task
+    if task == "auto":
+        numeric = all(map(NUMBER.fullmatch, flat))
+        if len(chosen) > 1:
+            kind = "labels" if flat <= {"0", "1", "0.0", "1.0", "true", "false", "True", "False"} else "numbers"
+        else:
+            kind = "numbers" if numeric and not all(map(WHOLE.fullmatch, flat)) else "classes"
+    if kind != "classes":
+        return Labels(kind, chosen)
+    if len(chosen) > 1:
+        raise UsageError(f"--label-column ({columns.label}) must name one column with --task classes")
+    classes = sorted(set(map(class_of, flat)), key=order_of)
+    if len(classes) < 2:
+        raise RefusedError(
+            f"table {rows.table.path}, column {chosen[0]}: one class only ({classes[0]}); training needs at least two"
+        )
+    return Labels(kind, tuple(classes))
+
+
+def class_of(cell: str) -> str:
+    """Return the name of a class; a whole number is one without zeros behind the point."""
+    whole = WHOLE.fullmatch(cell)
+    return whole[1] if whole else meant_by(cell)
+
+
+def order_of(name: str) -> tuple[int, int, bytes]:
+    """Return a key that sorts whole numbers by their value, before other names by their bytes."""
+    return (0, int(name), b"") if name.isascii() and name.isdigit() else (1, 0, os.fsencode(name))
+
+
+def parts_of(cell: str, delimiter: str) -> list[str]:
+    """Return the labels in a cell."""
+    parts = (part.strip() for part in cell.split(delimiter))
+    return [class_of(part) for part in parts if part.lower() not in MISSING]
+
+
+def refuse_missing(rows: Rows, row: int, column: int, cell: str) -> None:
+    """Raise RefusedError where a cell has no label."""
+    if cell.lower() in MISSING:
+        said = f"{cell!r} is no label" if cell else "no label"
+        raise RefusedError(f"{rows.place(row, column)}: {said}; fill it in, or take the row out")
+
+
+def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
+    """Return the images of rows, sorted by their paths as bytes, which gives samples their ids.
+
+    Raises:
+        RefusedError: files do not exist, or an image has two classes.
+    """
+    given = labels.of(rows)
+    sizes, times = files_at(rows, root)
+    order = sorted(range(len(rows.paths)), key=lambda row: os.fsencode(rows.paths[row]))
+    notes, repeated = list[str](), Counter(rows.paths)
+    again = sum(count - 1 for count in repeated.values())
+    if again:
+        first: dict[str, int] = {}
+        for row, path in enumerate(rows.paths):
+            before = first.setdefault(path, row)
+            if labels.kind == "classes" and given[before] != given[row]:
+                line = rows.table.lines[rows.numbers[before]]
+                raise RefusedError(
+                    f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on line "
+                    f"{line}; keep one, or give all labels of an image in one row, with --label-delimiter"
+                )
+        example = next(path for path, count in repeated.items() if count > 1)
+        repeat = plural(again, "row repeats", "rows repeat")
+        notes.append(f"{rows.table.path.name}: {repeat} an image, such as {example}; all count")
+    return Listing(
+        root=root,
+        classes=labels.names,
+        paths=tuple(rows.paths[row] for row in order),
+        num_bytes=sizes[order],
+        times=times[order],
+        notes=tuple(notes),
+        given=given[order],
+        kind=labels.kind,
+    )
+
+
+def files_at(rows: Rows, root: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the size and the time of change of each image. Raises RefusedError where files do not exist."""
+    known: dict[str, tuple[int, int]] = {}
+    missing: list[int] = []
+    for row, path in enumerate(rows.paths):
+        if path not in known:
+            try:
+                status = os.stat(root / path)
+                known[path] = status.st_size, status.st_mtime_ns
+            except OSError:
+                known[path] = 0, 0
+                missing.append(row)
+    if missing:
+        shown = "; ".join(
+            f"{rows.table.place(rows.numbers[row], rows.chosen.image)}: {root / rows.paths[row]} does not exist"
+            for row in missing[:MOST_MISSING]
+        )
+        more = f"; and {len(missing) - MOST_MISSING} more" if len(missing) > MOST_MISSING else ""
+        raise RefusedError(
+            f"{shown}{more}; paths are relative to the folder of the table, or to --data-dir where that is given"
+        )
+    found = np.array([known[path] for path in rows.paths], np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]

@@ -1,0 +1,423 @@
+"""What a model answers: one class, several labels, or numbers; its loss, and how a solved head's answers become logits.
+
+Ridge regression fits each output to a target. Held-out answers then choose the calibration: `scale` x answer + `bias`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, of_classes, of_labels, of_numbers
+
+
+class Calibration(NamedTuple):
+    """What makes logits, or predictions, of raw answers."""
+
+    scale: Tensor
+    """(outputs,) float64."""
+    bias: Tensor
+    """(outputs,) float64."""
+
+    def apply(self, answers: Tensor) -> Tensor:
+        """Return the logits, (N, outputs), of raw answers."""
+        return answers * self.scale.to(answers.dtype) + self.bias.to(answers.dtype)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """A kind of labels, and the number of outputs of a head for them."""
+
+    outputs: int
+    metric: str = ""
+    """By which models are compared, one of `metrics.WORDS`; empty is `usual_metric`, of classes accuracy and loss."""
+    thresholds: tuple[float, ...] = ()
+    """Of labels: the probability above which each is given; empty is 0.5."""
+    kind: ClassVar[str]
+    """The key in `TASKS`."""
+    usual_metric: ClassVar[str] = ""
+    """What `metric` is where nothing is given."""
+
+    @abstractmethod
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return what `metrics` needs of (B, outputs) logits, (B, ...): all ranks' go to rank 0."""
+
+    @abstractmethod
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return how good answers are, by metric."""
+
+    @abstractmethod
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many answers are right, NaN for numbers."""
+
+    @property
+    def is_examined(self) -> bool:
+        """Whether models are compared by a metric, not by loss and accuracy alone."""
+        return bool(self.metric or self.usual_metric)
+
+    def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> Task:
+        """Return the task with what is chosen by held-out answers."""
+        return self
+
+    def examined(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, float] | None, tuple[float, ...]]:
+        """Return the metrics of held-out answers, None where loss and accuracy decide, and the thresholds."""
+        if not self.is_examined:
+            return None, ()
+        kept, truth = self.kept(logits).numpy(), labels.numpy()
+        task = self.fitted_to(kept, truth)
+        return task.metrics(kept, truth), task.thresholds
+
+    def decides(self, found: Mapping[str, float]) -> float | None:
+        """Return how good a model is by `metric`, more is better; None where that is left open."""
+        name = self.metric or self.usual_metric
+        return (-1 if name in LOWER_IS_BETTER else 1) * found[name] if name in found else None
+
+    @property
+    def num_strata(self) -> int:
+        """How many strata there may be."""
+        return self.outputs
+
+    @abstractmethod
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return (N,) int64, each 0 to `num_strata` - 1: rows of one stratum are shared out evenly."""
+
+    @abstractmethod
+    def present(self, labels: Tensor) -> Tensor:
+        """Return (outputs,) bool: which classes or labels some row has; of numbers all."""
+
+    @abstractmethod
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the loss of each row that training lowers, (N,), before `weights_of`."""
+
+    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
+        return (self.training_losses(logits, labels, smoothing=smoothing) * self.weights_of(labels)).mean()
+
+    def weights_of(self, labels: Tensor) -> Tensor:
+        """Return how much each row counts, (N,) float32."""
+        return torch.ones(len(labels))
+
+    @property
+    @abstractmethod
+    def no_labels(self) -> Tensor:
+        """The labels of no rows."""
+
+    @abstractmethod
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return what ridge regression fits, (N, outputs) float64."""
+
+    @abstractmethod
+    def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
+        """Return the calibration of raw answers, (N, outputs), with the least loss; `samples` chose it."""
+
+    @abstractmethod
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row, (N,)."""
+
+    @abstractmethod
+    def score(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how good the answers are, at most 1; NaN without rows."""
+
+    def measured(self, labels: Tensor) -> Task:
+        """Return the task, with what all ranks' labels tell of the targets' scale."""
+        return self
+
+    def smoothed_loss(self, logits: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> float:
+        """Return the weighted mean loss by which a penalty is chosen on so many samples."""
+        return self.loss(logits, labels, weights)
+
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor) -> float:
+        """Return the weighted mean loss; NaN without rows."""
+        return float((self.losses(logits, labels) * weights).sum() / weights.sum())
+
+
+def doubt(samples: int) -> float:
+    """Return the share of each label that is spread over the other classes where so many samples calibrate a head.
+
+    Laplace's rule of succession: as if one sample more were right, and one wrong. Without it, a few samples that are
+    all right would make infinite certainty the best.
+    """
+    return 1 / (samples + 2)
+
+
+SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
+"""From 0.1 to 100. Neighbours are 12 % apart, which changes a loss near its minimum by less than 1 %."""
+
+
+@dataclass(frozen=True)
+class Classes(Task):
+    """One class a row; labels are (N,) int64. Of windows of a text (N, T), with logits (N, classes, T)."""
+
+    weights: tuple[float, ...] = ()
+    """How much a row of each class counts; empty where all count alike."""
+    kind: ClassVar[str] = "classes"
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the most probable classes, or where scores are needed the logits."""
+        return logits if self.metric == "auroc" else classes_of(logits)
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many rows, or characters, are."""
+        return int((classes_of(logits) == labels).sum())
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return accuracy, balanced accuracy and macro F1, and of logits the area under the ROC curve."""
+        found = kept if kept.ndim == 1 else classes_of(torch.from_numpy(kept)).numpy()
+        return of_classes(labels, found) | ({} if kept.ndim == 1 else {"auroc": auroc(labels, kept)})
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the classes."""
+        return labels
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return which classes there are."""
+        return torch.bincount(labels.flatten(), minlength=self.outputs) > 0
+
+    def weights_of(self, labels: Tensor) -> Tensor:
+        """Return the weights of the rows' classes."""
+        return torch.tensor(self.weights)[labels] if self.weights else torch.ones(labels.shape)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the cross-entropies."""
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return plain PyTorch's mean where all rows count alike."""
+        if self.weights:
+            return super().training_loss(logits, labels, smoothing=smoothing)
+        return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+    @property
+    def no_labels(self) -> Tensor:
+        """Return no classes."""
+        return torch.zeros(0, dtype=torch.int64)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return 1 - 1 / C for the row's class, -1 / C for the others."""
+        return functional.one_hot(labels, self.outputs).double() - 1 / self.outputs
+
+    def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
+        """Return the one of `SCALES` with the least cross-entropy; no bias."""
+
+        @cache
+        def loss(place: int) -> float:
+            return self.smoothed_loss(SCALES[place] * answers, labels, weights, samples=samples)
+
+        # The cross-entropy is convex in the scale: it falls up to the best one, and rises from there on.
+        best = bisect_left(range(len(SCALES) - 1), True, key=lambda place: loss(place) <= loss(place + 1))
+        return Calibration(
+            torch.full((self.outputs,), SCALES[best], dtype=torch.float64), torch.zeros(self.outputs).double()
+        )
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropies."""
+        return functional.cross_entropy(logits, labels, reduction="none")
+
+    def score(self, logits: Tensor, labels: Tensor) -> float:
+        """Return the accuracy."""
+        return float((logits.argmax(1) == labels).double().mean())
+
+    def smoothed_loss(self, logits: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> float:
+        """Return the cross-entropy of labels that are smoothed as `doubt` says."""
+        # torch's label smoothing counts the right class among those that a label is spread over.
+        spread = min(1.0, doubt(samples) * self.outputs / max(1, self.outputs - 1))
+        losses = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=spread)
+        return float((losses * weights).sum() / weights.sum())
+
+
+class MultiLabel(Task):
+    """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32. A loss is the sum over labels."""
+
+    kind: ClassVar[str] = "labels"
+    usual_metric: ClassVar[str] = "average_precision"
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the logits."""
+        return logits
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return mean average precision, macro F1 and the share of rows all of whose labels are right."""
+        return of_labels(labels, kept, self.given(torch.from_numpy(kept)).numpy())
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return how many rows have all of their labels right."""
+        return int((self.given(logits) == (labels > 0.5)).all(1).sum())
+
+    def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> MultiLabel:
+        """Return the task with the thresholds at which each label has the best F1."""
+        return replace(self, thresholds=tuple(best_thresholds(labels, 1 / (1 + np.exp(-kept.astype(np.float64))))))
+
+    def given(self, logits: Tensor) -> Tensor:
+        """Return which labels are given, (B, outputs) bool."""
+        return logits.double().sigmoid() > torch.tensor(self.thresholds or [0.5]).double()
+
+    @property
+    def num_strata(self) -> int:
+        """One for each label, and one for rows without any."""
+        return self.outputs + 1
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the place of each row's rarest label, or `outputs` where it has none."""
+        counts = labels.sum(0)
+        rarest = torch.where(labels > 0.5, counts, float("inf")).argmin(1)
+        return torch.where(labels.sum(1) > 0, rarest, self.outputs)
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return which labels there are."""
+        return (labels > 0.5).any(0)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the binary cross-entropies."""
+        wanted = labels * (1 - smoothing) + smoothing / 2
+        return functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(1)
+
+    @property
+    def no_labels(self) -> Tensor:
+        """Return no labels, in `outputs` columns."""
+        return torch.zeros(0, self.outputs)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return 1 for a label of the row, -1 for the others."""
+        return 2 * labels.double() - 1
+
+    def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
+        """Fit a logistic regression of each label on its answer (Platt, 1999), by Newton's method."""
+        inputs, weight = torch.stack([answers, torch.ones_like(answers)]), weights[:, None] / weights.sum()
+        spread = doubt(samples)
+        wanted = labels.double() * (1 - 2 * spread) + spread
+        found = torch.zeros(2, self.outputs, dtype=torch.float64)
+        # It converges within 10.
+        for _ in range(20):
+            said = (found[:, None] * inputs).sum(0).sigmoid()
+            slope = ((said - wanted) * weight * inputs).sum(1)
+            bend = torch.einsum("int,jnt->tij", inputs * (said * (1 - said) * weight), inputs)
+            bend.diagonal(dim1=1, dim2=2).add_(1e-6)
+            found = found - torch.linalg.solve(bend, slope.t()).t()
+        return Calibration(found[0], found[1])
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the binary cross-entropies."""
+        return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(1)
+
+    def score(self, logits: Tensor, labels: Tensor) -> float:
+        """Return the share of labels that are right at probability 0.5."""
+        return float(((logits > 0) == (labels > 0.5)).double().mean())
+
+
+@dataclass(frozen=True)
+class Numbers(Task):
+    """Regression; labels are (N, outputs) float32, or float64."""
+
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+    """Of each output over all rows; 0 and 1 until `measured`."""
+    kind: ClassVar[str] = "numbers"
+    usual_metric: ClassVar[str] = "r2"
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the answers."""
+        return logits
+
+    def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
+        """Return R^2 and the mean absolute error, the means over outputs."""
+        return of_numbers(labels, kept)
+
+    def right(self, logits: Tensor, labels: Tensor) -> float:
+        """Return NaN."""
+        return math.nan
+
+    @property
+    def num_strata(self) -> int:
+        """Ten."""
+        return 10
+
+    def strata(self, labels: Tensor) -> Tensor:
+        """Return the tenth of all rows that the row's first number is in; equal numbers are in one."""
+        first = labels[:, 0].contiguous()
+        return torch.bucketize(first, first.double().quantile(torch.arange(1, 10).double() / 10).to(first.dtype))
+
+    def present(self, labels: Tensor) -> Tensor:
+        """Return that all are."""
+        return torch.ones(self.outputs, dtype=torch.bool)
+
+    def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
+        """Return the squared errors, the mean over outputs."""
+        return (logits - labels).square().mean(1)
+
+    @property
+    def no_labels(self) -> Tensor:
+        """Return no labels, in `outputs` columns."""
+        return torch.zeros(0, self.outputs)
+
+    def measured(self, labels: Tensor) -> Numbers:
+        """Return the task with the labels' mean and deviation."""
+        labels = labels.double()
+        deviation = labels.std(0, correction=0)
+        deviation = torch.where(deviation > 0, deviation, 1.0)
+        return replace(self, mean=tuple(labels.mean(0).tolist()), deviation=tuple(deviation.tolist()))
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return standardised labels."""
+        mean, deviation = self.scale()
+        return (labels.double() - mean) / deviation
+
+    def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
+        """Return what undoes the standardisation."""
+        mean, deviation = self.scale()
+        return Calibration(deviation, mean)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the squared errors, as shares of the outputs' variances."""
+        return ((logits - labels) / self.scale()[1].to(logits.dtype)).square().mean(1)
+
+    def score(self, logits: Tensor, labels: Tensor) -> float:
+        """Return R^2, the mean over outputs."""
+        labels = labels.double()
+        left, whole = (logits - labels).square().sum(0), (labels - labels.mean(0)).square().sum(0)
+        return float((1 - left / whole).mean())
+
+    def scale(self) -> tuple[Tensor, Tensor]:
+        """Return the mean and the deviation, (outputs,) float64 each."""
+        return torch.tensor(self.mean or [0.0]).double(), torch.tensor(self.deviation or [1.0]).double()
+
+
+NO_ANSWER = -2
+"""In place of a class, where a model's output overflows."""
+
+
+def classes_of(logits: Tensor) -> Tensor:
+    """Return the most probable class of (B, classes, ...) logits, (B, ...) int64, NO_ANSWER where that is not finite.
+
+    To the largest of numbers NaN would be the first class, and a model that overflows right as often as that occurs.
+    """
+    return logits.argmax(1).masked_fill(~logits.amax(1).isfinite(), NO_ANSWER)
+
+
+TASKS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classes, MultiLabel, Numbers)}
+"""By what labels are."""
+
+
+def class_weights(counts: Tensor, given: str | Mapping[int, float] | Sequence[float]) -> tuple[float, ...]:
+    """Return each class's weight, scaled to mean 1 over samples, of which `counts`, (classes,), are in each class.
+
+    `given` is `balanced`, as scikit-learn says it, n / (classes x count), or relative weights; classes that a mapping
+    does not name have 1. A class without samples has the weight that its first sample would have.
+    """
+    if isinstance(given, str):
+        relative = 1 / counts.double().clamp(min=1)
+    else:
+        known = given if isinstance(given, Mapping) else dict(enumerate(given))
+        relative = torch.tensor([float(known.get(place, 1.0)) for place in range(len(counts))], dtype=torch.float64)
+    mean = (relative * counts).sum() / counts.sum().clamp(min=1)
+    return tuple((relative / mean).tolist()) if mean > 0 else (1.0,) * len(counts)

@@ -1,0 +1,49 @@
+"""A table of labels on several ranks: the run that folders give, and one message where it cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import standing
+from tests.parallel.sizes import seldom
+from tests.parallel.test_bad_input_ranks import refused
+from tests.program import save_photos
+
+SMALL = ["--model", "shufflenet_v2_x0_5", "--batch-size", "4", "--epochs", "1", "--threads", "1"]
+
+pytestmark = pytest.mark.mpi
+
+
+def table_of(photos: Path) -> Path:
+    """A table of the images in folders, in their order."""
+    lines = ["image,label,split"]
+    for image in sorted(photos.rglob("*.png")):
+        split, name, _ = image.relative_to(photos).parts
+        lines.append(f"{image.relative_to(photos)},{name},{split}")
+    (photos / "labels.csv").write_text("\n".join(lines))
+    return photos / "labels.csv"
+
+
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [seldom(1), seldom(2), 3, seldom(4)])
+def test_a_table_trains_as_folders_do(size: int, tmp_path: Path) -> None:
+    photos = save_photos(tmp_path / "photos")
+    digests = []
+    for name, data in (("table", [str(table_of(photos))]), ("folders", ["imagefolder", "--data-dir", str(photos)])):
+        result = standing.hvfreeze(size, "train", *SMALL, "--data", *data, "--run-dir", str(tmp_path / name))
+        assert result.returncode == 0, str(result)
+        digests.append(json.loads((tmp_path / name / "summary.json").read_text())["parameter_digest"])
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [3])
+def test_a_table_that_cannot_be_used_is_refused_once(size: int, run_dir: Path, tmp_path: Path) -> None:
+    table = table_of(save_photos(tmp_path / "photos"))
+    train = ["train", *SMALL, "--data", str(table), "--run-dir", str(run_dir)]
+    refused(standing.hvfreeze(size, *train, "--label-column", "kind"), 2, "--label-column (kind) is no column of")
+    table.write_text(table.read_text().replace("07.png,b", "07.png,"))
+    refused(standing.hvfreeze(size, *train), 3, f"{table}, line", "column label: no label; fill it in")

@@ -1,0 +1,55 @@
+"""Every rank trains models of transformers from a folder: frozen by votes, cached, stopped and resumed, and fitted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from hvfreeze.comm.world import World
+from hvfreeze.training.run import run
+from tests.hub_models import save_small
+from tests.parallel.workers.checking import with_folder
+from tests.parallel.workers.runs import SCHEDULED, Runs, configuration, interrupted
+
+AT = {1: ("resnet", "dinov2_with_registers"), 2: ("vit", "convnext"), 3: ("swin", "dinov2")}
+"""Kinds by the number of ranks: what one adds does not depend on that."""
+IS_INSTALLED = importlib.util.find_spec("transformers") is not None
+
+
+def small(world: World, folder: Path, kind: str) -> str:
+    """Return the --model of a folder that rank 0 writes. Collective."""
+    if world.rank == 0:
+        save_small(kind, folder / kind)
+    world.barrier(name="hub.saved")
+    return f"hf:{folder / kind}"
+
+
+@with_folder
+def check_a_run_is_cached_and_resumed_bit_for_bit(world: World, folder: Path) -> None:
+    for kind in AT[world.size] if IS_INSTALLED else ():
+        model = small(world, folder, kind)
+
+        def settings(name: str, kind: str = kind, model: str = model, **changes: object) -> object:
+            common = {**SCHEDULED, "interval": 3, "augment": "none", "epochs": 4, "checkpoint_every": "3s"}
+            where = folder / f"{kind}-{name}"
+            return configuration(where, world.size, model=model, image_size=32, **{**common, **changes})
+
+        plain = run(settings("plain"), world)  # type: ignore[arg-type]
+        cached = run(settings("cached", cache="on"), world)  # type: ignore[arg-type]
+        interrupted(settings("stopped", cache="on"), world, after=7)  # type: ignore[arg-type]
+        resumed = run(settings("stopped", cache="on", resume=True), world)  # type: ignore[arg-type]
+        assert len({cut for _, _, cut in plain["cut_history"]}) > 1, f"{kind}: the cut did not move"
+        for name, summary in {"cached": cached, "resumed": resumed}.items():
+            assert summary["parameter_digest"] == plain["parameter_digest"], f"{kind}, {name}: other bits"
+            assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{kind}, {name}: {summary}"
+
+
+@with_folder
+def check_auto_fits_its_head(world: World, folder: Path) -> None:
+    kind = AT[world.size][0]
+    if not IS_INSTALLED:
+        return
+    shared = {"freeze": "auto", "model": small(world, folder, kind), "image_size": 32, "epochs": 1}
+    runs = Runs(world, folder, {**shared, "train_samples": 60, "augment": "none", "cache": "on"})
+    summary = runs("auto")
+    assert summary["head"]["rows"] > 0 and (folder / "auto" / "model.pt").exists(), summary

@@ -1,0 +1,338 @@
+"""Models of the transformers library: in blocks, with their weights, saved again, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.inference.blocks_table import show_blocks
+from hvfreeze.inference.card import Preparation
+from hvfreeze.inference.model import load_model
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.hugging_face import (
+    FAMILIES,
+    LAYOUTS,
+    find_folder,
+    processor_of,
+    read_preparation,
+    read_statistics,
+    save,
+)
+from hvfreeze.model.model_sources import BuiltModel, build_model, set_memory_formats
+from hvfreeze.model.weights import head_layers, weights_path
+from hvfreeze.prefix.operations import operations_digest
+from tests.hub_models import KINDS, save_small
+from tests.program import OFFLINE, call, save_photos, spawn
+from tests.single.refusing import refused
+
+transformers = pytest.importorskip("transformers")
+
+
+def built(folder: Path, *, classes: int = 7, size: int = 32, weights: str = "DEFAULT", **more: Any) -> BuiltModel:
+    torch.manual_seed(1)
+    model = build_model(f"hf:{folder}", num_classes=classes, image_size=size, weights=weights, **more)
+    return set_memory_formats(model, (3, size, size))
+
+
+def chain_of(model: BuiltModel, scheme: str, images: Tensor) -> Chain:
+    return model.in_blocks(scheme=scheme, example=images)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_found_and_run_as_the_model_does(kind: str, tmp_path: Path) -> None:
+    """`in_blocks` compares them with the model's own forward pass, bit for bit, in both modes."""
+    whole = save_small(kind, tmp_path)
+    model = built(tmp_path)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for scheme in ("stage", "residual"):
+        chain = chain_of(model, scheme, images)
+        names = [block.name for block in chain.blocks]
+        assert len(names) >= 5 and (names[0], names[-1]) == ("stem", "head")
+        model.model.eval()
+        with torch.no_grad():
+            for cut in range(len(names)):
+                halves = chain.suffix(cut)(chain.prefix(cut)(images))
+                assert torch.equal(halves, model.model(images)), f"{kind}, {scheme}, cut {cut}"
+    with torch.no_grad():
+        # Its weights are in another memory format.
+        torch.testing.assert_close(model.model(images), whole(images).logits)
+    assert head_layers(model.model)[-1] in ("classifier", "classifier.1") and "is kept" in model.notes[0]
+
+
+def test_every_architecture_is_tried_here() -> None:
+    assert FAMILIES.keys() == KINDS.keys()
+    for name in LAYOUTS:
+        module, _, kind = name.rpartition(".")
+        assert hasattr(__import__(module, fromlist=[kind]), kind)
+
+
+def test_another_number_of_classes_starts_the_head_afresh_and_keeps_the_rest(tmp_path: Path) -> None:
+    whole = save_small("vit", tmp_path).state_dict()
+    model = built(tmp_path, classes=3)
+    assert "has 7 classes there and 3 here; it is re-initialised" in model.notes[0]
+    own = model.model.state_dict()
+    assert own["classifier.weight"].shape == (3, 16)
+    assert all(torch.equal(own[key], whole[key]) for key in own if not key.startswith("classifier"))
+    random = built(tmp_path, weights="none").model.state_dict()
+    assert not torch.equal(own["vit.layers.0.mlp.fc1.weight"], random["vit.layers.0.mlp.fc1.weight"])
+
+
+def test_a_backbone_has_a_new_head_also_where_its_size_would_fit(tmp_path: Path) -> None:
+    save_small("dinov2", tmp_path / "whole", classes=2)
+    library: Any = transformers
+    library.AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "backbone")
+    model = built(tmp_path / "backbone", classes=2, size=56)
+    assert "there is no head classifier; it is initialised" in model.notes[0]
+    assert "mask_token" not in str(model.model.state_dict().keys()), "a parameter that no forward pass uses"
+
+
+def test_a_vit_of_another_image_size_has_its_positions_interpolated(tmp_path: Path) -> None:
+    save_small("vit", tmp_path)
+    model = built(tmp_path, size=64)
+    assert "position_embeddings is interpolated from 4x4 to 8x8 patches" in str(model.notes)
+    assert model.model(torch.rand(2, 3, 64, 64)).shape == (2, 7)
+
+
+def test_a_model_is_saved_as_the_library_reads_it(tmp_path: Path) -> None:
+    save_small("swin", tmp_path / "there")
+    model = built(tmp_path / "there", classes=2).model.eval()
+    save(model, tmp_path / "here", classes=("cat", "dog"), processor={"do_resize": True})
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "here")
+    images = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(images).logits, model(images))
+    assert again.config.id2label == {0: "cat", 1: "dog"}
+    assert json.loads((tmp_path / "here" / "preprocessor_config.json").read_text()) == {"do_resize": True}
+    with pytest.raises(UsageError, match="Sequential is no architecture of transformers; train with --head last"):
+        save(nn.Sequential(), tmp_path, classes=(), processor={})
+
+
+def test_a_file_of_weights_is_named_by_its_folder(tmp_path: Path) -> None:
+    save_small("resnet", tmp_path)
+    assert weights_path(f"hf:{tmp_path}", "DEFAULT") == tmp_path / "model.safetensors"
+    assert weights_path(f"hf:{tmp_path}", "none") is None
+
+
+SMALL = ("--train-samples", "60", "--epochs", "1", "--threads", "1", "--image-size", "32")
+
+
+@pytest.mark.parametrize("kind", ["vit", "convnext"])
+def test_auto_ends_in_a_model_that_answers_without_the_folder(kind: str, tmp_path: Path) -> None:
+    save_small(kind, tmp_path / "hub")
+    run = tmp_path / "run"
+    outcome = call("auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run))
+    assert outcome.returncode == 0 and "weights DEFAULT" in outcome.stdout, str(outcome)
+    (tmp_path / "hub").rename(tmp_path / "gone")
+    outcome = call("evaluate", str(run))
+    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
+    model = load_model(run)
+    assert model.card.architecture is not None and model.card.architecture["model_type"] == kind
+    assert model.card.weights_sha256 is not None and "transformers" in model.card.versions
+
+
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+USUAL = {"image_mean": MEAN, "image_std": STD, "do_convert_rgb": True}
+VIT = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "resample": 3, **USUAL}
+EDGE = {"size": {"shortest_edge": 40}, "resample": 3, **USUAL}
+BIT = {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": 32, **EDGE}
+CONVNEXT = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875, **EDGE, "size": {"shortest_edge": 35}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "settings"),
+    [
+        (VIT, {"image_size": 32, "fit": "squash", "resample": "bicubic"}),
+        ({**VIT, "size": 48, "resample": 2}, {"image_size": 48, "fit": "squash", "resample": "bilinear"}),
+        (
+            {**VIT, "size": 40, "do_center_crop": True, "crop_size": {"height": 32, "width": 32}},
+            {"image_size": 32, "resize": 40, "fit": "squash", "resample": "bicubic"},
+        ),
+        (BIT, {"image_size": 32, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**BIT, "size": 40}, {"image_size": 32, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**BIT, "do_center_crop": False}, {"image_size": 40, "fit": "crop", "resample": "bicubic"}),
+        (CONVNEXT, {"image_size": 35, "resize": 40, "fit": "crop", "resample": "bicubic"}),
+        ({**CONVNEXT, "size": 384}, {"image_size": 384, "fit": "squash", "resample": "bicubic"}),
+        ({**VIT, "do_resize": False, "resample": None}, {}),
+        ({**VIT, "size": {"height": 32, "width": 48}}, {"resample": "bicubic"}),
+    ],
+)
+def test_images_are_prepared_as_the_image_processor_does_it(
+    tmp_path: Path, processor: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert read_preparation(f"hf:{tmp_path}") == settings
+    assert read_statistics(f"hf:{tmp_path}") == (tuple(MEAN), tuple(STD))
+    if not {"image_size", "fit"} <= settings.keys():
+        return
+    stored, side = settings.get("resize", settings["image_size"]), settings["image_size"]
+    ours = Preparation(
+        height=stored,
+        width=stored,
+        cropped_to=side if stored > side else None,
+        enlarged_to=None,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.2, 0.3, 0.4),
+        fit=settings["fit"],
+        resample=settings["resample"],
+    )
+    pixels = torch.rand(3, 8, 10, generator=torch.Generator().manual_seed(0))
+    smooth = nn.functional.interpolate(pixels[None], size=(96, 120), mode="bilinear")[0]
+    image = Image.fromarray((255 * smooth).byte().permute(1, 2, 0).numpy())
+    kind = getattr(transformers, f"{processor['image_processor_type']}Pil")
+    theirs = kind.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"][0]
+    if theirs.shape[1] != theirs.shape[2]:
+        return
+    # The centre of an oblong image may lie half a pixel elsewhere.
+    assert (ours(image) - theirs).abs().mean() < (1e-6 if settings["fit"] == "squash" else 0.05)
+
+
+def test_statistics_are_of_pixels_from_0_to_1_whatever_the_processor_scales_to(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert read_statistics(f"hf:{tmp_path}") is None and read_preparation(f"hf:{tmp_path}") == {}
+    for processor, expected in (
+        ({"rescale_factor": 2 / 255, "image_mean": [1, 1, 1], "image_std": 0.5}, ((0.5,) * 3, (0.25,) * 3)),
+        ({"do_normalize": False}, ((0.0,) * 3, (1.0,) * 3)),
+        ({"do_rescale": False, "image_mean": [51] * 3, "image_std": [255] * 3}, ((0.2,) * 3, (1.0,) * 3)),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+        for found, wanted in zip(read_statistics(f"hf:{tmp_path}") or (), expected, strict=True):
+            assert found == pytest.approx(wanted)
+
+
+def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> None:
+    save_small("dinov2", tmp_path / "hub")
+    (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(BIT))
+    photos, run = save_photos(tmp_path / "photos", sides=(48, 60)), tmp_path / "run"
+    auto = (
+        "auto",
+        str(photos),
+        "--model",
+        f"hf:{tmp_path / 'hub'}",
+        "--epochs",
+        "1",
+        "--threads",
+        "1",
+        "--flips",
+        "off",
+    )
+    outcome = call(*auto, "--run-dir", str(run))
+    assert outcome.returncode == 0, str(outcome)
+    assert "does it: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
+    assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4: the image processor's of hf:" in outcome.stdout
+    image = load_model(run).card.image
+    assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
+    assert (image.mean, image.std) == (tuple(MEAN), tuple(STD))
+    outcome = call("evaluate", str(run))
+    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
+    outcome = call(
+        *auto, "--image-size", "24", "--resample", "box", "--mean", "0", "--std", "1", "--run-dir", str(run / "b")
+    )
+    assert outcome.returncode == 0 and "does it: --fit crop\n" in outcome.stdout, str(outcome)
+    described = processor_of(side=32, resize=40, fit="crop", resample="bicubic", mean=image.mean, std=image.std)
+    (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(described))
+    assert read_preparation(f"hf:{tmp_path / 'hub'}") == {
+        "resample": "bicubic",
+        "image_size": 32,
+        "fit": "crop",
+        "resize": 40,
+    }
+
+
+def test_its_blocks_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_small("dinov2", tmp_path)
+    assert show_blocks(f"hf:{tmp_path}", scheme="stage", image_size=32, classes=3, batch_size=2) == 0
+    assert "dinov2.encoder.layer.2" in capsys.readouterr().out
+
+
+def model_named(name: str) -> None:
+    build_model(name, num_classes=2, image_size=32)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no config.json; give a folder that save_pretrained wrote"),
+        ({"config.json": "{"}, "config.json cannot be read: Expecting property name"),
+        ({"config.json": "[]"}, "config.json holds no JSON object"),
+        ({"config.json": '{"model_type": "bert"}'}, "is of the architecture bert, and those that can be cut"),
+        ({"config.json": '{"architecture": "resnet18"}'}, "pass --model timm:resnet18"),
+        ({"config.json": '{"model_type": "vit", "hidden_size": 7}'}, "cannot build a vit for images of 32 pixels"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_holds_no_such_model_is_refused_in_one_line(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    refused(call("train", "--model", f"hf:{tmp_path}", *SMALL), 2)
+    with pytest.raises(UsageError, match=message) as refusal:
+        model_named(f"hf:{tmp_path}")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_without_weights_is_refused_unless_none_are_asked_for(tmp_path: Path) -> None:
+    save_small("vit", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="holds none; pass --weights none to start at random"):
+        built(tmp_path)
+    assert built(tmp_path, weights="none").notes == []
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of .* cannot be read: .*; fetch them again"):
+        built(tmp_path)
+
+
+def test_names_that_are_nowhere_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"must be hf:FOLDER or hf:ORGANISATION/NAME; there is no such folder"):
+        find_folder("hf:./nowhere")
+    variables = {**OFFLINE, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    outcome = spawn("train", "--model", "hf:someone/some-model", *SMALL, env=variables)
+    refused(outcome, 2)
+    assert "is neither a folder nor in the Hugging Face cache" in outcome.messages[0], str(outcome)
+    assert "run hf download someone/some-model where there is a network" in outcome.messages[0]
+
+
+def test_a_name_in_the_cache_is_found_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "0123"
+    save_small("vit", snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0123")
+    here = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: here(*a, cache_dir=tmp_path, **k))
+    assert find_folder("hf:someone/model") == snapshot
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_small("vit", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in (f"hf:{tmp_path}", "hf:someone/model"):
+        with pytest.raises(UsageError, match=r"needs the transformers library .*: pip install transformers"):
+            model_named(name)
+    refused(call("train", "--model", f"hf:{tmp_path}", *SMALL), 2)
+
+
+def digest_of(folder: str) -> str:
+    model = built(Path(folder))
+    return operations_digest(model.in_blocks(scheme="stage", example=torch.rand(2, 3, 32, 32)), 3)
+
+
+def test_another_process_finds_the_same_operations_and_another_configuration_has_others(tmp_path: Path) -> None:
+    for name, eps in (("a", 1e-12), ("b", 1e-6)):
+        save_small("vit", tmp_path / name, layer_norm_eps=eps)
+    program = f"from {__name__} import digest_of; print(digest_of({str(tmp_path / 'a')!r}))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    here = digest_of(str(tmp_path / "a"))
+    assert done.stdout.strip() == here and here != digest_of(str(tmp_path / "b"))

@@ -1,0 +1,103 @@
+"""A table of labels through the program: trained on, resumed, cached, evaluated, predicted, and refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.program import Outcome, call
+from tests.single.refusing import refused
+
+SMALL = ["--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
+
+
+def photos(folder: Path) -> Path:
+    """A table of images of two shades, and of one that is in both splits."""
+    lines = ["file,species,part"]
+    for number in range(40):
+        name, kind = f"{number:02d}.png", number % 2
+        pixels = np.random.default_rng(number).integers(100 * kind, 100 * kind + 100, (16, 16, 3), dtype=np.uint8)
+        (folder / "images").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / "images" / name)
+        lines.append(f"images/{name},{('dark', 'light')[kind]},{'test' if number >= 32 else 'train'}")
+    (folder / "copy.png").write_bytes((folder / "images" / "00.png").read_bytes())
+    table = folder / "labels.csv"
+    table.write_text("\n".join([*lines, "copy.png,dark,test"]))
+    return table
+
+
+COLUMNS = ["--label-column", "species", "--split-column", "part"]
+
+
+def test_a_run_on_a_table_trains_resumes_evaluates_and_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, run = photos(tmp_path), tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    made = call("train", *SMALL, "--data", "labels.csv", *COLUMNS, "--run-dir", str(run))
+    assert made.returncode == 0, str(made)
+    assert "32 training images, 9 test images, 2 classes" in made.stdout
+    assert "of 9 images that accuracy is measured on, 1 is a training image too" in made.stdout
+    # From elsewhere: config.yaml has the table's whole path.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = call("train", "--run-dir", str(run), "--resume", "--epochs", "2")
+    assert again.returncode == 0 and "resumed after step 4" in again.stdout, str(again)
+    judged = call("evaluate", str(run))
+    assert judged.returncode == 0 and "as the run reported" in judged.stdout, str(judged)
+    other = call("evaluate", str(run), "--data-dir", str(table))
+    assert other.returncode == 0 and "on 9 images of" in other.stdout, str(other)
+    assert judged.stdout.splitlines()[-1] == other.stdout.splitlines()[-1]
+    told = call("predict", str(run), str(table), "--out", str(tmp_path / "classes.csv"))
+    assert told.returncode == 0, str(told)
+    rows = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
+    assert len(rows) == 41 and rows[0]["path"] == str(tmp_path / "images" / "00.png")
+    table.write_text(table.read_text().replace("40.png", "40.png").replace("light,test", "bright,test"))
+    refused(call("evaluate", str(run), "--data-dir", str(table)), 3, "line 35, column species", "'bright' is unknown")
+
+
+def test_auto_takes_a_table_and_the_same_from_folders_gives_the_same_model(tmp_path: Path) -> None:
+    table = photos(tmp_path)
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    for line in lines:
+        target = tmp_path / "folders" / line["part"] / line["species"] / Path(line["file"]).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((tmp_path / line["file"]).read_bytes())
+    # In the order of the folders.
+    text = ["image,label,split"]
+    for split in ("train", "test"):
+        for line in (line for line in lines if line["part"] == split):
+            text.append(f"folders/{split}/{line['species']}/{Path(line['file']).name},{line['species']},{split}")
+    (tmp_path / "same.csv").write_text("\n".join(text))
+    digests = []
+    for data in ("folders", "same.csv"):
+        flags = ["--model", "shufflenet_v2_x0_5", "--threads", "1", "--epochs", "1", "--cache", "auto"]
+        made = call("auto", str(tmp_path / data), *flags, "--run-dir", str(tmp_path / f"run {data}"))
+        assert made.returncode == 0, str(made)
+        digests.append(json.loads((tmp_path / f"run {data}" / "summary.json").read_text())["parameter_digest"])
+    assert digests[0] == digests[1]
+
+
+def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_path: Path) -> None:
+    table = photos(tmp_path)
+
+    def train(*flags: str) -> Outcome:
+        return call("train", *SMALL, "--data", str(table), "--run-dir", str(run_dir), *flags)
+
+    refused(train(), 2, "no column named label", "--label-column")
+    refused(train("--label-column", "kind"), 2, "--label-column (kind) is no column of")
+    refused(train(*COLUMNS, "--test-table", "test.txt"), 2, "--test-table (test.txt) must be a table")
+    refused(train(*COLUMNS, "--test-table", "gone.csv"), 3, "gone.csv does not exist")
+    table.write_text(table.read_text().replace("07.png,light", "07.png,"))
+    refused(train(*COLUMNS), 3, "labels.csv, line 9, column species: no label")
+    refused(
+        call("train", *SMALL, "--label-column", "species"), 2, "--label-column is unknown here: it belongs to --data"
+    )
+    refused(call("auto", str(tmp_path / "gone.csv"), *SMALL[:2]), 3, "gone.csv does not exist")
+    (tmp_path / "images" / "03.png").write_bytes(b"")
+    refused(call("predict", str(run_dir), str(table)), 3)

@@ -1,0 +1,97 @@
+"""--class-weights: in the loss of every strategy, in solved heads and in the held-out loss; scikit-learn's meaning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight, compute_sample_weight
+from torch.nn import functional
+
+from hvfreeze.config.tree import from_dict
+from hvfreeze.errors import UsageError
+from hvfreeze.optim import Mixture, Objective
+from hvfreeze.tasks import Classes, class_weights
+from tests.program import call
+from tests.single.training.test_unequal_classes import FLAGS, save_images
+
+LABELS = torch.tensor([0] * 12 + [1] * 3 + [2])
+LOGITS = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_balanced_is_what_scikit_learn_calls_balanced() -> None:
+    labels, counts = LABELS.numpy(), torch.bincount(LABELS)
+    assert class_weights(counts, "balanced") == pytest.approx(
+        compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    )
+    # The mean over samples is 1, whatever weights are given: only how they compare counts.
+    once, twice = (torch.tensor(class_weights(counts, given))[LABELS] for given in ({2: 5.0}, [3.0, 3.0, 15.0]))
+    assert torch.equal(once, twice) and float(once.double().mean()) == pytest.approx(1)
+    assert float(once[-1] / once[0]) == pytest.approx(5)
+
+
+def test_a_class_without_samples_divides_nothing_by_zero() -> None:
+    found = class_weights(torch.tensor([12, 4, 0]), "balanced")
+    assert np.isfinite(found).all() and found[:2] == pytest.approx(
+        compute_class_weight("balanced", classes=np.arange(2), y=[0] * 12 + [1] * 4)
+    )
+
+
+def test_a_loss_is_the_mean_of_weighted_ones_also_of_parts_and_of_pairs() -> None:
+    weights = torch.tensor(compute_sample_weight("balanced", LABELS.numpy())).float()
+    each = functional.cross_entropy(LOGITS, LABELS, reduction="none", label_smoothing=0.1) * weights
+    task = Classes(3, weights=class_weights(torch.bincount(LABELS), "balanced"))
+    objective = Objective(task=task, smoothing=0.1)
+    whole = objective.loss(LOGITS, Mixture(LOGITS, LABELS))
+    torch.testing.assert_close(whole, each.mean())
+    torch.testing.assert_close(objective.each(LOGITS, LABELS), each)
+    # Micro-batches, ranks and accumulated batches add up to it.
+    halves = [objective.loss(LOGITS[part::2], Mixture(LOGITS, LABELS[part::2])) for part in (0, 1)]
+    torch.testing.assert_close(sum(halves) / 2, whole)
+    others = LABELS.flip(0)
+    mixed = objective.loss(LOGITS, Mixture(LOGITS, LABELS, others, 0.75))
+    theirs = functional.cross_entropy(LOGITS, others, reduction="none", label_smoothing=0.1) * weights.flip(0)
+    torch.testing.assert_close(mixed, 0.75 * each.mean() + 0.25 * theirs.mean())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"class_weights": "heavy"}, "must be none, balanced, or NAME=W"),
+        ({"class_weights": "a=0"}, "must be none, balanced, or NAME=W"),
+        ({"class_weights": "a=1,a=2"}, "must be none, balanced, or NAME=W"),
+        ({"class_weights": "balanced", "strategy": "shared-trunk"}, "set loss: balanced in --tasks FILE"),
+        ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "belongs to --data of images"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_dict(flags)
+
+
+@pytest.mark.parametrize(
+    "words", ["auto", "train", "train --head-fit exact --head multi-level", "train --strategy grid"]
+)
+def test_weights_make_another_model_and_are_counted_among_training_samples(words: str, tmp_path: Path) -> None:
+    folder = save_images(tmp_path / "images", rare=4)
+    command, *flags = words.split()
+    data = [str(folder)] if command == "auto" else ["--data", "imagefolder", "--data-dir", str(folder)]
+    digests = {}
+    for given in ("none", "balanced", "rare=4.5"):
+        run = tmp_path / given
+        epochs = [] if "exact" in words else ["--epochs", "1"]
+        outcome = call(command, *data, *flags, *FLAGS.split(), *epochs, "--run-dir", str(run), "--class-weights", given)
+        assert outcome.returncode == 0, str(outcome)
+        assert ("--class-weights balanced" in outcome.stdout) == (given == "none")
+        digests[given] = json.loads((run / "summary.json").read_text())["parameter_digest"]
+    # 18 common ones and 4 rare ones.
+    assert digests["rare=4.5"] == digests["balanced"] != digests["none"]
+
+
+def test_a_class_that_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_images(tmp_path / "images", rare=4)
+    outcome = call("auto", str(folder), *FLAGS.split(), "--class-weights", "rair=3", "--run-dir", str(tmp_path / "run"))
+    assert outcome.returncode == 2 and "did you mean 'rare'" in outcome.stderr, str(outcome)

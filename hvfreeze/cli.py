@@ -60,7 +60,19 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
-    """Add which model is applied, to how many images at once, and whether code of one's own may make it."""
+    """Add which model is applied, and to how many images at once."""
+    add_which(parser)
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
+    )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out images that cannot be used; without it the exit code is 3"
+    )
+    add_exits(parser)
+
+
+def add_which(parser: argparse.ArgumentParser) -> None:
+    """Add which model of a run is meant, and whether code of one's own may make it."""
     parser.add_argument(
         "--model-name",
         metavar="NAME",
@@ -69,13 +81,6 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         help="which of a run's several models, as in model-head0",
     )
     parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
-    parser.add_argument(
-        "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out images that cannot be used; without it the exit code is 3"
-    )
-    add_exits(parser)
 
 
 def add_exits(parser: argparse.ArgumentParser) -> None:
@@ -126,6 +131,28 @@ def evaluate(**options: Any) -> int:
         from hvfreeze.inference import evaluate as evaluating
 
     return evaluating.evaluate(**options)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add what `hvfreeze export` takes."""
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
+    parser.add_argument(
+        "--format",
+        dest="form",
+        choices=("onnx", "torch", "safetensors"),
+        default="onnx",
+        help="onnx (default), torch (for torch.export.load) or safetensors (the state_dict)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=path, help="default: RUN/model.onnx, .pt2 or .safetensors")
+    add_which(parser)
+
+
+def export(**options: Any) -> int:
+    """Write a model as a file that runs elsewhere."""
+    with kept_for_good():
+        from hvfreeze.inference import export as exporting
+
+    return exporting.export(**options)
 
 
 def add_blocks(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +252,7 @@ def cache(action: str, directory: Path) -> int:
 COMMANDS = {
     "predict": Command("classes of images, or how a text goes on, from a finished run", add_predict, predict),
     "evaluate": Command("accuracy of a finished run by class, or bits per character", add_evaluate, evaluate),
+    "export": Command("an ONNX, PyTorch or safetensors file from a finished run", add_export, export),
     "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),
     "report": Command("figures and one HTML page from run directories", add_report, report),
     "runs": Command("a table of the run directories in a folder", add_runs, runs),

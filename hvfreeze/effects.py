@@ -62,6 +62,8 @@ class Plan:
     """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not always frozen has BatchNorm."""
+    gives_tokens: bool = False
+    """Whether a block gives tokens; looked for where --tokens was given."""
 
     @property
     def trained(self) -> list[Stretch]:
@@ -328,6 +330,7 @@ FOUND: dict[str, Reader] = {
     "signal": signal,
     "skip_bad": decoding,
     "statistics": lambda plan, value: unless(plan.normalises, "no trained block has BatchNorm"),
+    "tokens": lambda plan, value: unless(plan.gives_tokens, "no block gives tokens"),
     "vote_weight": voters,
 }
 """Checks by setting. Other settings always have an effect, or that of their alternatives below."""

@@ -31,6 +31,14 @@ def in_words(found: Mapping[str, float]) -> str:
     return ", ".join(f"{WORDS[name]} {value:.4g}" for name, value in found.items())
 
 
+def named_in(line: Mapping[str, Any], *, part: str) -> dict[str, float]:
+    """Return the metrics that a line of a record has of a part of the samples, as in `test_macro_f1`; NaN for null."""
+    known = {name: line[f"{part}_{name}"] for name in WORDS if f"{part}_{name}" in line}
+    if f"{part}_r2" in line:
+        known.pop("accuracy", None)
+    return {name: math.nan if value is None else value for name, value in known.items()}
+
+
 def balanced_accuracy(counts: ArrayLike, right: ArrayLike) -> float:
     """Return the mean over classes of which part of their samples is answered right; those without samples count not.
 
@@ -77,6 +85,24 @@ def of_labels(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, floa
         "average_precision": computed(average_precision_score, truth[:, there], scores[:, there]),
         "macro_f1": computed(f1_score, truth[:, there], found[:, there], average="macro", zero_division=0),
         "accuracy": computed(accuracy_score, truth, found),
+    }
+
+
+def each_label(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, float]:
+    """Return what the answers for one label come to, (N,) each: how many have it and are given it, and how rightly."""
+    from sklearn.metrics import average_precision_score, precision_recall_fscore_support
+
+    truth = truth.astype(np.int64)
+    options: Any = {"average": "binary", "zero_division": 0}
+    precision, recall, f1, _ = precision_recall_fscore_support(truth, found, **options)
+    area = computed(average_precision_score, truth, scores) if truth.any() else math.nan
+    counts = {"samples": int(truth.sum()), "given": int(found.sum())}
+    return {
+        **counts,
+        "precision": float(precision),
+        "recall": float(recall),
+        "f1": float(f1),
+        "average_precision": area,
     }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, of_classes, of_labels, of_numbers
+from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, each_label, of_classes, of_labels, of_numbers
 
 
 class Calibration(NamedTuple):
@@ -48,6 +48,10 @@ class Task(ABC):
     """The key in `TASKS`."""
     usual_metric: ClassVar[str] = ""
     """What `metric` is where nothing is given."""
+    nouns: ClassVar[tuple[str, str]]
+    """What one output is called, and several."""
+    is_biased: ClassVar[bool] = True
+    """Whether a calibration may have a bias."""
 
     @abstractmethod
     def kept(self, logits: Tensor) -> Tensor:
@@ -56,6 +60,14 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
         """Return how good answers are, by metric."""
+
+    def answered(self, logits: Tensor) -> bool:
+        """Tell whether there is an answer in a sample's (outputs,) logits."""
+        return bool(logits.isfinite().all())
+
+    @abstractmethod
+    def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
+        """Return a sample's answer, of (outputs,) logits, as columns of a table; empty where it is not finite."""
 
     @abstractmethod
     def right(self, logits: Tensor, labels: Tensor) -> float:
@@ -77,6 +89,14 @@ class Task(ABC):
         kept, truth = self.kept(logits).numpy(), labels.numpy()
         task = self.fitted_to(kept, truth)
         return task.metrics(kept, truth), task.thresholds
+
+    def from_units(self, labels: Tensor) -> Tensor:
+        """Return labels in the user's units as the task has them."""
+        return labels
+
+    def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return a row of a table for each output, of several labels or numbers: how good its answers are."""
+        return []
 
     def decides(self, found: Mapping[str, float]) -> float | None:
         """Return how good a model is by `metric`, more is better; None where that is left open."""
@@ -162,10 +182,27 @@ class Classes(Task):
     weights: tuple[float, ...] = ()
     """How much a row of each class counts; empty where all count alike."""
     kind: ClassVar[str] = "classes"
+    nouns: ClassVar[tuple[str, str]] = ("class", "classes")
+    is_biased: ClassVar[bool] = False
 
     def kept(self, logits: Tensor) -> Tensor:
         """Return the most probable classes, or where scores are needed the logits."""
         return logits if self.metric == "auroc" else classes_of(logits)
+
+    def answered(self, logits: Tensor) -> bool:
+        """Tell whether the largest logit is finite."""
+        return int(classes_of(logits[None])) != NO_ANSWER
+
+    def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
+        """Return the most probable classes with their probabilities; among equals the first, as in an evaluation."""
+        answered = self.answered(logits)
+        probabilities = logits.double().softmax(0)
+        found: dict[str, Any] = {}
+        for place, index in enumerate(logits.argsort(descending=True, stable=True)[:top].tolist(), 1):
+            suffix = f"_{place}" if place > 1 else ""
+            found[f"class{suffix}"] = names[index] if answered else ""
+            found[f"probability{suffix}"] = round(float(probabilities[index]), 6) if answered else ""
+        return found
 
     def right(self, logits: Tensor, labels: Tensor) -> float:
         """Return how many rows, or characters, are."""
@@ -240,6 +277,7 @@ class MultiLabel(Task):
     """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32. A loss is the sum over labels."""
 
     kind: ClassVar[str] = "labels"
+    nouns: ClassVar[tuple[str, str]] = ("label", "labels")
     usual_metric: ClassVar[str] = "average_precision"
 
     def kept(self, logits: Tensor) -> Tensor:
@@ -250,9 +288,28 @@ class MultiLabel(Task):
         """Return mean average precision, macro F1 and the share of rows all of whose labels are right."""
         return of_labels(labels, kept, self.given(torch.from_numpy(kept)).numpy())
 
+    def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
+        """Return the labels that are given, the most probable first, and their probabilities."""
+        if not self.answered(logits):
+            return {"labels": "", "probabilities": ""}
+        chances, given = logits.double().sigmoid(), self.given(logits)
+        chosen = [place for place in chances.argsort(descending=True, stable=True).tolist() if given[place]]
+        return {
+            "labels": ",".join(names[place] for place in chosen),
+            "probabilities": ",".join(f"{float(chances[place]):.6g}" for place in chosen),
+        }
+
     def right(self, logits: Tensor, labels: Tensor) -> float:
         """Return how many rows have all of their labels right."""
         return int((self.given(logits) == (labels > 0.5)).all(1).sum())
+
+    def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return each label's samples, how often it is given, its metrics and its threshold."""
+        given = self.given(torch.from_numpy(kept)).numpy()
+        return [
+            {"label": name, **each_label(labels[:, place], kept[:, place], given[:, place]), "threshold": threshold}
+            for place, (name, threshold) in enumerate(zip(names, self.thresholds or [0.5] * len(names), strict=True))
+        ]
 
     def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> MultiLabel:
         """Return the task with the thresholds at which each label has the best F1."""
@@ -322,7 +379,13 @@ class Numbers(Task):
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
     """Of each output over all rows; 0 and 1 until `measured`."""
+    offset: tuple[float, ...] = ()
+    unit: tuple[float, ...] = ()
+    """Of a run, whose labels and answers are x in the user's `offset` + `unit` x; empty are 0 and 1."""
+    huber: bool = True
+    """Whether training lowers Huber's loss, whose gradients are bounded, as those of a cross-entropy."""
     kind: ClassVar[str] = "numbers"
+    nouns: ClassVar[tuple[str, str]] = ("number", "numbers")
     usual_metric: ClassVar[str] = "r2"
 
     def kept(self, logits: Tensor) -> Tensor:
@@ -330,8 +393,45 @@ class Numbers(Task):
         return logits
 
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
-        """Return R^2 and the mean absolute error, the means over outputs."""
-        return of_numbers(labels, kept)
+        """Return R^2 and the mean absolute error in the user's units, the means over outputs."""
+        return of_numbers(self.in_units(labels), self.in_units(kept))
+
+    def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
+        """Return the task and all labels, standardised by those that are `chosen`."""
+        known = self.measured(labels[chosen])
+        task = replace(self, offset=known.mean, unit=known.deviation)
+        return task, task.from_units(labels)
+
+    def from_units(self, labels: Tensor) -> Tensor:
+        """Return numbers as the run has them, float32."""
+        offset, unit = (torch.tensor(each, dtype=torch.float64) for each in (self.offset or [0.0], self.unit or [1.0]))
+        return ((labels.double() - offset) / unit).float()
+
+    def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return each number's metrics, and the mean and the deviation of the true ones."""
+        truth, found = self.in_units(labels), self.in_units(kept)
+        return [
+            {
+                "number": name,
+                **of_numbers(truth[:, place : place + 1], found[:, place : place + 1]),
+                "mean": float(truth[:, place].mean()),
+                "deviation": float(truth[:, place].std()),
+            }
+            for place, name in enumerate(names)
+        ]
+
+    def in_units(self, answers: NDArray[Any]) -> NDArray[Any]:
+        """Return answers in the user's units, float64."""
+        found: NDArray[Any] = np.array(self.unit or 1.0) * answers.astype(np.float64) + np.array(self.offset or 0.0)
+        return found
+
+    def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
+        """Return each number in its own column."""
+        answered = self.answered(logits)
+        return {
+            name: float(f"{value:.6g}") if answered else ""
+            for name, value in zip(names, self.in_units(logits.numpy()).tolist(), strict=True)
+        }
 
     def right(self, logits: Tensor, labels: Tensor) -> float:
         """Return NaN."""
@@ -352,8 +452,10 @@ class Numbers(Task):
         return torch.ones(self.outputs, dtype=torch.bool)
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """Return the squared errors, the mean over outputs."""
-        return (logits - labels).square().mean(1)
+        """Return half the squared errors, or Huber's losses, which are equal up to 1; the mean over outputs."""
+        if self.huber:
+            return functional.huber_loss(logits, labels, reduction="none").mean(1)
+        return (logits - labels).square().mean(1) / 2
 
     @property
     def no_labels(self) -> Tensor:
@@ -389,7 +491,8 @@ class Numbers(Task):
 
     def scale(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the deviation, (outputs,) float64 each."""
-        return torch.tensor(self.mean or [0.0]).double(), torch.tensor(self.deviation or [1.0]).double()
+        mean, deviation = self.mean or (0.0,), self.deviation or (1.0,)
+        return torch.tensor(mean, dtype=torch.float64), torch.tensor(deviation, dtype=torch.float64)
 
 
 NO_ANSWER = -2

@@ -32,7 +32,7 @@ from hvfreeze.config.tree import (
 )
 from hvfreeze.errors import EXIT_CODES, UsageError
 from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.user_code import is_named_code
+from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 
 EXAMPLES = """examples:
@@ -198,7 +198,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def data_of(source: str, data_dir: str | None) -> dict[str, str]:
-    """Return the settings that name the data of `hvfreeze auto`: a built-in data set, code, a table, or else a folder.
+    """Return the settings that name the data of `hvfreeze auto`: a built-in one, code, hf:PATH, a table, or a folder.
 
     Raises:
         UsageError: it is a built-in data set and a folder, or a folder is named twice.
@@ -210,7 +210,7 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
                 "in another directory for the data set"
             )
         return {"data": source}
-    if is_named_code(source) or (is_table(source) and not os.path.isdir(source)):
+    if is_named_code(source) or source.startswith(HF) or (is_table(source) and not os.path.isdir(source)):
         return {"data": source}
     if data_dir is not None:
         raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")

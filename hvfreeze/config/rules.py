@@ -18,6 +18,8 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 """The parts of a --recipe, in the order in which they are applied."""
 FITS = ("crop", "squash", "pad")
 """How an image that is not square becomes one."""
+TOKENS = ("mean", "class", "grid")
+"""What a multi-level head takes of a block that gives tokens: their mean, the class token, or patches in a grid."""
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Filters by which images are resized, in Pillow's order."""
 COLOURS = {"white": "255,255,255", "black": "0,0,0"}
@@ -195,6 +197,10 @@ def parse_channels(flag: str, text: str) -> tuple[float, float, float]:
     rule(ok, flag, text, "a number, or one for each of red, green and blue, as in 0.5,0.5,0.5")
     red, green, blue = numbers * 3 if len(numbers) == 1 else numbers
     return red, green, blue
+
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+"""Names of experiment trackers, which are those of their libraries."""
 
 
 def parse_class_weights(text: str) -> str | dict[str, float] | None:

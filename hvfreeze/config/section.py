@@ -117,6 +117,8 @@ class StrategyConfig(Section):
     """Whether --head-lr may have a rate for each of several heads."""
     batch_statistics: ClassVar[bool] = False
     """Whether BatchNorm uses each batch's statistics wherever it trains."""
+    takes_any_labels: ClassVar[bool] = True
+    """Whether its models may answer several labels a sample, or numbers."""
     evaluates_more: ClassVar[bool] = False
     """Whether its batches that train nothing may have more samples than those that train."""
 

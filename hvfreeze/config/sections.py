@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from hvfreeze.config.rules import (
     FITS,
     RESAMPLES,
+    TOKENS,
+    TRACKERS,
     at_least,
     between,
     choice,
@@ -89,6 +91,9 @@ def is_cut(config: Any) -> bool:
 
 IMAGES = Alternative("--data of images", lambda config: config.data.data != TEXT)
 TABLE = Alternative("--data of a table", lambda config: is_table(config.data.data))
+COLUMNS = Alternative(
+    "--data of a table, or hf:PATH", lambda config: is_table(config.data.data) or config.data.data.startswith(HF)
+)
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
@@ -130,8 +135,8 @@ class DataConfig(Section):
     data: str = setting(
         "digits",
         "NAME",
-        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, or "
-        "package:function",
+        "digits, cifar10, cifar100, imagefolder, text, a table (.csv, .tsv, .parquet) with a row for each image, "
+        "hf:PATH (a data set of Hugging Face's library on disk), or package:function",
     )
     data_dir: str | None = setting(
         None,
@@ -151,14 +156,14 @@ class DataConfig(Section):
         of=IMAGES,
     )
     image_column: str | None = setting(
-        None, "NAME", "the column with the images' paths; default: image, path, filename and the like", of=TABLE
+        None, "NAME", "the column with the images, or their paths; default: image, path and the like", of=COLUMNS
     )
     label_column: str | None = setting(
         None,
         "NAME,...",
         "the column with the labels; several columns have a label or a number each; default: label, class and the like",
         brief="of a table: the column with the labels",
-        of=TABLE,
+        of=COLUMNS,
     )
     label_delimiter: str | None = setting(
         None, "TEXT", "between the labels in one cell, as in 'cat,dog'; default with --task labels: a comma", of=TABLE
@@ -258,7 +263,7 @@ class DataConfig(Section):
         super().__post_init__()
         if is_named_code(self.data):
             check_named_code("data", self.data)
-        elif not is_table(self.data):
+        elif not is_table(self.data) and not (self.data.startswith(HF) and self.data != HF):
             one_of("data", self.data, DATA_SETS)
         # A shell gives that for a variable that is not set.
         rule(self.data_dir != "", "data-dir", repr(self.data_dir), "a path, and not empty")
@@ -505,6 +510,13 @@ class HeadConfig(Section):
     pool: Annotated[int, between(1, MOST_CELLS)] = setting(
         4, "P", "each block's map is averaged to at most P x P cells", of=POOLED
     )
+    tokens: Annotated[str, choice("auto", *TOKENS)] = setting(
+        "auto",
+        "WHICH",
+        "of a transformer's blocks, what the head reads: mean (of all tokens), class (the class token), grid (patches, "
+        "averaged to at most P x P cells) or auto (what is best on 500 training samples, each left out in turn)",
+        of=POOLED,
+    )
     centres: Count | None = setting(
         None,
         "N",
@@ -520,6 +532,11 @@ class HeadConfig(Section):
         fits = self.head != "multi-level" or self.solved
         rule(fits, "head", self.head, "last with --head-fit sgd", "pass --head-fit exact or kernel too")
         rule(not (mlp and self.solved), "head", self.head, "last or multi-level with --head-fit exact or kernel")
+
+    @property
+    def token_form(self) -> str:
+        """One of `TOKENS`; the mean where nothing was chosen."""
+        return "mean" if self.tokens == "auto" else self.tokens
 
     @property
     def solved(self) -> bool:
@@ -581,6 +598,12 @@ class OptimizerConfig(Section):
         of=TRAINED,
     )
     label_smoothing: Part = setting(0.0, "E", "this part of each label is spread evenly over all classes", of=TRAINED)
+    loss: Annotated[str, choice("huber", "squared")] = setting(
+        "huber",
+        "WHICH",
+        "of numbers, standardised: huber (errors above 1 count less) or squared; solved heads have squared ones",
+        of=(IMAGES, TRAINED),
+    )
     class_weights: str = setting(
         "none",
         "HOW",
@@ -686,7 +709,9 @@ class RunConfig(Section):
         "",
         "with --resume: go on although threads, versions, processor or number of ranks changed, hence not bit for bit",
     )
-    tensorboard: bool = setting(False, "", "write event files for TensorBoard into the run directory too")
+    track: str = setting(
+        "none", "LIST", f"report to experiment trackers too: {', '.join(TRACKERS)}", brief=", ".join(TRACKERS)
+    )
     quiet: bool = setting(
         False, "", "say nothing but errors; log.txt in the run directory has the lines", brief="print errors only"
     )
@@ -701,6 +726,11 @@ class RunConfig(Section):
         if self.checkpoint_every != "auto":
             parse_cadence(self.checkpoint_every)
         self.budget_seconds()
+        self.trackers()
+
+    def trackers(self) -> list[str]:
+        """Return the names of the trackers that the run reports to."""
+        return sorted(parse_parts("track", self.track, TRACKERS))
 
     def budget_seconds(self) -> float | None:
         """Return the seconds that the run may take, None for as long as --epochs makes it."""

@@ -285,6 +285,7 @@ def given_in(tree: Mapping[str, Any], found: Mapping[str, Any], *, source: str) 
     """
     if "given" in tree:
         given = tree["given"]
+        given = [RENAMED.get(name, name) for name in given] if isinstance(given, list) else given
         if not isinstance(given, list) or not set(given) <= leaves().keys():
             raise UsageError(f"{source}: given ({given!r}) must be a list of settings")
         return frozenset(given)
@@ -363,8 +364,10 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     return found
 
 
-RENAMED = {"mirror": "flips"}
+RENAMED = {"mirror": "flips", "tensorboard": "track"}
 """Settings of earlier versions by what they are called now."""
+WAS_TRUE = {"track": {True: "tensorboard", False: "none"}}
+"""Values of settings that were booleans in earlier versions."""
 
 
 def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,7 +386,7 @@ def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
         for leaf in RENAMED.keys() & section.keys():
             name, value = RENAMED[leaf], section.pop(leaf)
             home = found if section is found else found.setdefault(leaves()[name][0], {})
-            home.setdefault(name, value)
+            home.setdefault(name, WAS_TRUE.get(name, {}).get(value, value))
     return found
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from hvfreeze.config.rules import is_table, rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
+from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
-from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
+from hvfreeze.data.own import DatasetSource, OwnSplit, note_on_unequal, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
@@ -28,7 +29,7 @@ from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
 from hvfreeze.tasks import TASKS, Task
-from hvfreeze.user_code import is_named_code
+from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural
 
 
@@ -162,11 +163,13 @@ def default_directory() -> Path:
 
 
 def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
-    """Leaves CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
+    """Leave CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
 
-    Raises RefusedError where it is absent and cannot be downloaded.
+    And let Hugging Face's library fill its cache. Raises RefusedError where data is absent and cannot be downloaded.
     """
     root = root_of(name, directory)
+    if name.startswith(HF):
+        load(name)
     if name in ARCHIVES and not is_folder(root / ARCHIVES[name].folder) and not has_splits(root):
         download(root, ARCHIVES[name])
 
@@ -187,6 +190,8 @@ def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
         return Path(directory)
     if is_table(name):
         return Path(name).parent
+    if name.startswith(HF):
+        return path_of(name)
     return Path() if name in ("digits", "text") or is_named_code(name) else default_directory()
 
 
@@ -227,8 +232,8 @@ def open_data(
     """Return the splits of a data set, without decoding image files.
 
     Args:
-        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, the path of a table, see `data.tables`, or
-            package:function, see `data.own`.
+        name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, the path of a table, see `data.tables`,
+            hf:PATH, see `data.hub_sets`, or package:function, see `data.own`.
         directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
@@ -244,7 +249,7 @@ def open_data(
         RefusedError: Data is missing, unreadable or inconsistent.
         UsageError: Images differ in size and `image_size` is None.
     """
-    fixed = task in ("auto", "classes") or is_named_code(name) or is_table(name)
+    fixed = task in ("auto", "classes") or is_named_code(name) or is_table(name) or name.startswith(HF)
     rule(fixed, "task", task, f"auto or classes with --data {name}, whose labels are classes")
     if name == "digits":
         return _open_digits(image_size)
@@ -254,6 +259,19 @@ def open_data(
         folder = None if directory is None else os.fspath(directory)
         own = open_own(name, folder, image_size=image_size, reading=reading, skip_bad=skip_bad, task=task)
         return _from_own(own)
+    if name.startswith(HF):
+        made, notes = open_hub(name, columns)
+        own = open_own(
+            name,
+            None,
+            image_size=image_size,
+            reading=reading,
+            skip_bad=skip_bad,
+            made=made,
+            side_if_unequal=UNEQUAL_SIDE,
+        )
+        found = _from_own(own)
+        return replace(found, notes=[*notes, *found.notes])
     root = root_of(name, directory)
     if name in ARCHIVES and is_folder(root / ARCHIVES[name].folder):
         read = read_archive(root, ARCHIVES[name]) if contents is None else contents
@@ -414,7 +432,7 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
     shape, side = one_shape(folders.sizes, UNEQUAL_SIDE if unequal else image_size, fit=reading.fit)
     cut = notes_on_crop(folders.counts, side=side, fit=reading.fit)
     if unequal:
-        cut = [f"images differ in size: squares of {side} pixels; --image-size gives another side", *cut]
+        cut = [note_on_unequal(side), *cut]
     sets = {}
     for part in ("train", "test"):
         listing = listings[part]

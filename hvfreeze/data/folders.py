@@ -24,7 +24,7 @@ from hvfreeze.data.reading import Sizes, open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders
 from hvfreeze.errors import RefusedError
-from hvfreeze.tasks import TASKS
+from hvfreeze.tasks import TASKS, Task
 from hvfreeze.wording import plural
 
 MOST_SUFFIXES = 8
@@ -470,16 +470,27 @@ def hold_out(everything: Listing, why: str) -> tuple[dict[str, Listing], list[st
     Raises:
         RefusedError: there are too few images.
     """
-    total = len(everything.paths)
-    if total < 2 * len(everything.classes):
+    task = TASKS[everything.kind](len(everything.classes))
+    kept, held, note = held_out_rows(task, everything.labels(), why)
+    train, test = (replace(everything.chosen(ids), notes=()) for ids in (kept, held))
+    return {"train": train, "test": test}, [note, *everything.notes]
+
+
+def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
+    """Return the rows of a training and of a test set, a fixed share of each class, and a note, which says `why`.
+
+    Raises:
+        RefusedError: there are too few rows.
+    """
+    total = len(labels)
+    if total < 2 * task.outputs:
         raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; bring a test set")
     fraction = max(_HOLD_OUT_FRACTION, 1 / total)
-    strata = TASKS[everything.kind](len(everything.classes)).strata(everything.labels()).numpy()
+    strata = task.strata(labels).numpy()
     kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
-    train, test = (replace(everything.chosen(ids), notes=()) for ids in (kept, held))
-    each = " of each class" if everything.kind == "classes" else ""
+    each = " of each class" if task.kind == "classes" else ""
     note = f"{why}: a fixed {_HOLD_OUT_FRACTION:.0%}{each} is the test set, {len(held)} of {total} images"
-    return {"train": train, "test": test}, [note, *everything.notes]
+    return kept, held, note
 
 
 def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:

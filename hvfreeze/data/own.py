@@ -35,7 +35,7 @@ from hvfreeze.data.reading import (
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.tasks import TASKS
-from hvfreeze.user_code import call, code_sha256, told
+from hvfreeze.user_code import call, code_sha256, is_named_code, told
 from hvfreeze.wording import plural
 
 PROBES = 64
@@ -73,7 +73,8 @@ class DatasetSource:
         For rows of a cache (`local`) it is another under each reading, where the set gives PIL images: any of them may
         be one that is read otherwise.
         """
-        digest = hashlib.sha256(f"{self.name} {code_sha256('data', self.name)} {self.image_shape} {self.side}".encode())
+        code = code_sha256("data", self.name) if is_named_code(self.name) else ""
+        digest = hashlib.sha256(f"{self.name} {code} {self.image_shape} {self.side}".encode())
         digest.update(f"{len(self.dataset)} {getattr(self.dataset, 'version', '')}".encode())
         pictures = False
         for row in probes(self.dataset):
@@ -115,17 +116,22 @@ def open_own(
     reading: Reading = USUAL,
     skip_bad: bool = False,
     task: str = "auto",
+    made: Mapping[str, Any] | None = None,
+    side_if_unequal: int | None = None,
 ) -> dict[str, OwnSplit]:
     """Return the splits `train` and `test` that the function `name` makes, with images of `one_shape`.
 
-    `task` is a key of `tasks.TASKS`, or auto: the data set's own word (`task`), else as its training labels look.
+    `task` is a key of `tasks.TASKS`, or auto: the data set's own word (`task`), else as its training labels look. Data
+    sets that are `made` already are taken as they are. `side_if_unequal` stands for `image_size` where that is None and
+    images differ in size.
 
     Raises:
         UsageError: there is no such function, or it fails; or images differ in size and `image_size` is None.
         RefusedError: what it makes is no data set of images with labels.
         BrokenImagesError: samples cannot be read, and `skip_bad` does not leave them out; names them all.
     """
-    made = {split: make(name, directory, split) for split in ("train", "test")}
+    if made is None:
+        made = {split: make(name, directory, split) for split in ("train", "test")}
     given = getattr(made["train"], "task", "auto") if task == "auto" else task
     if given != "auto" and given not in TASKS:
         raise RefusedError(f"--data ({name}): the data set's task ({given}) must be one of {', '.join(TASKS)}")
@@ -141,8 +147,12 @@ def open_own(
     counts = Sizes()
     looks = {split: look(name, dataset, counts, reading=reading) for split, dataset in made.items()}
     sizes = {size: f"{split} {row}" for split, (found, _) in looks.items() for size, row in found.items()}
-    shape, side = one_shape(sizes, image_size, fit=reading.fit, told=f"--data ({name}): ")
+    unequal = image_size is None and len(sizes) > 1 and side_if_unequal is not None
+    wanted = side_if_unequal if unequal else image_size
+    shape, side = one_shape(sizes, wanted, fit=reading.fit, told=f"--data ({name}): ")
     cut = notes_on_crop(counts, side=side, fit=reading.fit)
+    if unequal:
+        cut = [note_on_unequal(side), *cut]
     return {
         split: OwnSplit(
             kind=kind,
@@ -168,6 +178,11 @@ def open_own(
         )
         for split, dataset in made.items()
     }
+
+
+def note_on_unequal(side: int | None) -> str:
+    """Return a note on images that were brought to squares because they differ in size."""
+    return f"images differ in size: squares of {side} pixels; --image-size gives another side"
 
 
 def make(name: str, directory: str | None, split: str) -> Any:

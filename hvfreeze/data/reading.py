@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hvfreeze.config.sections import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.user_code import is_named_code
+from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural
 
 PixelArray = NDArray[np.uint8]
@@ -52,9 +52,9 @@ class Reading:
 def reading_of(data: DataConfig) -> Reading:
     """Return how a run's settings say that images are read.
 
-    A Dataset of the user's own decodes its images itself, whole; so must whoever applies the model.
+    A Dataset decodes its images itself, whole; so must whoever applies the model.
     """
-    version = 3 if is_named_code(data.data) else READING
+    version = 3 if is_named_code(data.data) or data.data.startswith(HF) else READING
     return Reading(version=version, background=data.background_colour(), fit=data.fit, resample=data.resample)
 
 

@@ -31,12 +31,13 @@ class Table:
     column: Callable[[str], list[str]]
     """Name -> the cells of a column, stripped; empty where there is nothing."""
     lines: Sequence[int]
-    """Of each row, the line on which it ends; of Parquet, its number from 1."""
+    """Of each row, the line on which it ends, or its number from 1."""
+    unit: str = "line"
+    """What these numbers count."""
 
     def place(self, row: int, column: str) -> str:
         """Return what a message calls a cell."""
-        what = "row" if self.path.suffix.lower() == PARQUET else "line"
-        return f"{self.path}, {what} {self.lines[row]}, column {column}"
+        return f"{self.path}, {self.unit} {self.lines[row]}, column {column}"
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -119,7 +120,7 @@ def read_parquet(path: Path) -> Table:
             raise RefusedError(f"{path}, row {odd + 1}, column {name} must be text or a number{hint}")
         return [text_of(cell) for cell in cells]
 
-    return Table(path=path, names=names, column=column, lines=range(1, rows + 1))
+    return Table(path=path, names=names, column=column, lines=range(1, rows + 1), unit="row")
 
 
 def pyarrow_parquet(what: str) -> Any:

@@ -367,6 +367,23 @@ def labels_in(rows: Rows, columns: Columns) -> Labels:
     return Labels(kind, tuple(classes))
 
 
+def labels_for_model(rows: Rows, columns: Columns, kind: str, names: tuple[str, ...]) -> Labels:
+    """Return how the labels of rows are read for a model that answers `names`.
+
+    Raises:
+        RefusedError: the columns are not the model's labels or numbers.
+    """
+    chosen = rows.chosen.labels
+    if kind == "classes" or chosen == names:
+        return Labels(kind, names, known_to="model")
+    if kind == "labels" and len(chosen) == 1:
+        return Labels(kind, names, columns.delimiter or ",", known_to="model")
+    raise RefusedError(
+        f"table {rows.table.path} has labels in {first_few(chosen)}, and the model answers {first_few(names)}; give it "
+        "the columns that the run had"
+    )
+
+
 def class_of(cell: str) -> str:
     """Return the name of a class; a whole number is one without zeros behind the point."""
     whole = WHOLE.fullmatch(cell)
@@ -409,8 +426,8 @@ def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
             if labels.kind == "classes" and given[before] != given[row]:
                 line = rows.table.lines[rows.numbers[before]]
                 raise RefusedError(
-                    f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on line "
-                    f"{line}; keep one, or give all labels of an image in one row, with --label-delimiter"
+                    f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on "
+                    f"{rows.table.unit} {line}; keep one; for several labels an image use --label-delimiter"
                 )
         example = next(path for path, count in repeated.items() if count > 1)
         repeat = plural(again, "row repeats", "rows repeat")

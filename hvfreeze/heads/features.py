@@ -6,15 +6,17 @@ Better Transfer Learning" (ICML 2022).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvfreeze.config.rules import TOKENS
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.map_layout import channels_last, tokens_last
+from hvfreeze.model.map_layout import channels_last, shapes_of, tokens_last
 from hvfreeze.model.steps import Call
 
 
@@ -38,24 +40,37 @@ class EveryBlock:
 
 
 class EveryBlockInItsLayout:
-    """As `EveryBlock`, where some of the blocks' maps have their channels last, and others first, or tokens are last.
+    """As `EveryBlock`, for blocks of several layouts, and for tokens that are not averaged.
 
     A class of its own: rows of a cache are filed under the code that made them, and those of `EveryBlock` stay.
     """
 
-    def __init__(self, chain: Chain, *, pool: int, turned: Sequence[bool]) -> None:
-        """Take for each block but the last whether its output's last side belongs in the second place."""
+    def __init__(
+        self, chain: Chain, *, pool: int, turned: Sequence[bool], tokens: str = "mean", sides: tuple[int, ...] = ()
+    ) -> None:
+        """Take for each block but the last whether its output's last side belongs in the second place.
+
+        Tokens (B, T, D) are read as `tokens`, one of `config.rules.TOKENS`, says; `sides` are the images', (H, W).
+        """
         self._blocks = chain.blocks[:-1]
         self._pool = pool
         self._turned = tuple(turned)
+        self._tokens = tokens
+        self._sides = sides
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
         parts = []
-        for block, turned in zip(self._blocks, self._turned):
+        for number, block in enumerate(self._blocks):
             images = block(images)
-            parts.append(pooled(images.movedim(-1, 1) if turned else images, self._pool))
+            parts.append(self.part(number, images))
         return torch.cat(parts, 1)
+
+    def part(self, number: int, output: Tensor) -> Tensor:
+        """Return the features, (B, K) float32, of the output of block `number`."""
+        if output.dim() == 3 and self._tokens != "mean" and not self._turned[number]:
+            return read_tokens(output, self._tokens, pool=self._pool, sides=self._sides)
+        return pooled(output.movedim(-1, 1) if self._turned[number] else output, self._pool)
 
 
 class MeanWithMirrorImage:
@@ -70,8 +85,12 @@ class MeanWithMirrorImage:
         return (self._read(images) + self._read(images.flip(3))) / 2
 
 
-def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | EveryBlockInItsLayout:
+def every_block(
+    chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean"
+) -> EveryBlock | EveryBlockInItsLayout:
     """Return what makes features of every block but the last; of `example`, (B, ...), only the shape counts.
+
+    `tokens`, one of `config.rules.TOKENS`, says what is read of tokens (B, T, D).
 
     Raises:
         UsageError: there is no block before the head, `pool` is below 1, or a block's maps cannot be understood.
@@ -84,17 +103,68 @@ def every_block(chain: Chain, *, pool: int, example: Tensor) -> EveryBlock | Eve
         raise UsageError(f"pool ({pool}) must be at least 1: cells a side that each block's map is averaged to")
     stops = range(1, len(chain.blocks))
     turned, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
-    if any(swapped) or len({known for known in turned if known is not None}) > 1:
-        either = [bool(known) or tokens for known, tokens in zip(turned, swapped)]
-        return EveryBlockInItsLayout(chain, pool=pool, turned=either)
+    if any(swapped) or len({known for known in turned if known is not None}) > 1 or tokens != "mean":
+        either = [bool(known) or odd for known, odd in zip(turned, swapped)]
+        return EveryBlockInItsLayout(
+            chain, pool=pool, turned=either, tokens=tokens, sides=() if tokens == "mean" else tuple(example.shape[2:])
+        )
     return EveryBlock(chain, pool=pool, turned=any(turned))
 
 
-def laid_out(read: EveryBlock | EveryBlockInItsLayout, number: int, output: Tensor) -> Tensor:
-    """Return the output of block `number` as `read` pools it."""
+def part_of(read: EveryBlock | EveryBlockInItsLayout, number: int, output: Tensor) -> Tensor:
+    """Return the features, (B, K) float32, that `read` takes of the output of block `number`."""
     if isinstance(read, EveryBlockInItsLayout):
-        return output.movedim(-1, 1) if read._turned[number] else output
-    return output.permute(0, 3, 1, 2) if read._channels_last and output.dim() == 4 else output
+        return read.part(number, output)
+    return pooled(output.permute(0, 3, 1, 2) if read._channels_last and output.dim() == 4 else output, read._pool)
+
+
+def read_tokens(output: Tensor, tokens: str, *, pool: int, sides: tuple[int, ...]) -> Tensor:
+    """Return the class token, (B, D), of tokens (B, T, D), or patches averaged to at most `pool` cells a side, (B, K).
+
+    Raises:
+        UsageError: there is no class token, or the patches are no grid in an image with these sides, (H, W).
+    """
+    found = grid_of(output.shape[1], sides)
+    if found is None or (tokens == "class" and found[0] == 0):
+        what = "class token" if tokens == "class" else "grid of patches"
+        raise UsageError(f"--tokens ({tokens}): among {output.shape[1]} tokens there is no {what}; pass --tokens mean")
+    before, rows, columns = found
+    if tokens == "class":
+        return output[:, 0].float()
+    return pooled(output[:, before:].transpose(1, 2).unflatten(2, (rows, columns)), pool)
+
+
+MOST_BEFORE = 8
+"""Tokens before the patches: the class token, registers."""
+
+
+def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return how many of so many tokens are no patches, and the rows and columns of those of an image (H, W).
+
+    None where the patches cannot be a grid of its proportions.
+    """
+    height, width = sides
+    for before in range(min(MOST_BEFORE, tokens - 1) + 1):
+        rows = math.isqrt((tokens - before) * height // width)
+        columns, rest = divmod(tokens - before, max(1, rows))
+        if rows and not rest and rows * width == columns * height:
+            return before, rows, columns
+    return None
+
+
+def token_forms(chain: Chain, *, example: Tensor) -> tuple[str, ...]:
+    """Return those of `config.rules.TOKENS` that blocks' tokens can be read as; none where no block gives tokens."""
+    if example.dim() != 4:
+        return ()
+    shapes = shapes_of(chain, range(1, len(chain.blocks)), example[:1])
+    swapped = tokens_last(chain, range(1, len(chain.blocks)), example=example)
+    counts = [shape[1] for shape, odd in zip(shapes, swapped) if len(shape) == 3 and not odd]
+    grids = [grid_of(count, tuple(example.shape[2:])) for count in counts]
+    if not counts:
+        return ()
+    if not all(grids):
+        return ("mean",)
+    return TOKENS if all(grid and grid[0] for grid in grids) else ("mean", "grid")
 
 
 def pooled(output: Tensor, pool: int) -> Tensor:

@@ -133,14 +133,9 @@ def find_out(
         place: of this rank in its replica, of which the first one reads the samples.
         world: all ranks.
     """
-    ids = np.unique(np.concatenate(feed.plan.shards))
-    strata = feed.strata
-    present = len(np.unique(strata[ids]))
-    if present < 2 or len(ids) < FEWEST:
+    ids = some_samples(feed)
+    if ids is None:
         return None
-    if len(ids) > SAMPLES:
-        some = slice(None, None, -(-len(ids) // SAMPLES))
-        ids = ids[stratified_subset(strata[ids], SAMPLES, seed=feed.plan.seed) if present <= SAMPLES else some]
     images = feed.images.shown(MIRRORED, mirrors=True)
     assert isinstance(images, Images), "a text has no mirror images"
 
@@ -168,6 +163,19 @@ def find_out(
         samples=len(ids),
     )
     return Finding(trial, seen)
+
+
+def some_samples(feed: TrainFeed) -> Ids | None:
+    """Return at most `SAMPLES` training samples of all ranks, stratified; None where there are too few."""
+    ids = np.unique(np.concatenate(feed.plan.shards))
+    strata = feed.strata
+    present = len(np.unique(strata[ids]))
+    if present < 2 or len(ids) < FEWEST:
+        return None
+    if len(ids) > SAMPLES:
+        some = slice(None, None, -(-len(ids) // SAMPLES))
+        ids = ids[stratified_subset(strata[ids], SAMPLES, seed=feed.plan.seed) if present <= SAMPLES else some]
+    return ids
 
 
 def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:

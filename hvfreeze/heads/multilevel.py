@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.errors import RefusedError
 from hvfreeze.heads.features import MeanWithMirrorImage, before_last_layer, every_block
 from hvfreeze.heads.kernel import KernelFit, KernelHead
 from hvfreeze.heads.linear import HeadFit
@@ -41,19 +39,22 @@ class MultiLevelClassifier(nn.Module):
         example: Tensor,
         kernel: bool = False,
         reads_mirrored: bool = False,
+        tokens: str = "mean",
+        biased: bool = False,
     ) -> None:
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features.
 
-        With `reads_mirrored` features are the mean of an image's and its mirror image's.
+        With `reads_mirrored` features are the mean of an image's and its mirror image's. `tokens` is `every_block`'s. A
+        kernel head that is `biased` has a number that is added to each logit.
         """
         super().__init__()
         self.body = chain.model
-        read = every_block(chain, pool=pool, example=example)
+        read = every_block(chain, pool=pool, example=example, tokens=tokens)
         self.reads_mirrored = reads_mirrored
         self._features = MeanWithMirrorImage(read) if reads_mirrored else read
         self._body_chain = chain
         width = self._width(example)
-        self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
+        self.head = KernelHead(width, classes, bias=biased) if kernel else nn.Linear(width, classes)
         with torch.no_grad():
             # Nothing random: until it is solved, the head says nothing.
             for parameter in self.head.parameters():
@@ -96,12 +97,18 @@ class MultiLevelClassifier(nn.Module):
 
 
 def solvable_chain(
-    chain: Chain, settings: HeadConfig, *, classes: int, example: Tensor, reads_mirrored: bool = False
+    chain: Chain,
+    settings: HeadConfig,
+    *,
+    classes: int,
+    example: Tensor,
+    reads_mirrored: bool = False,
+    biased: bool = False,
 ) -> Chain:
     """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
 
     The model stays as it is and becomes part of the result; of `example`, (B, C, H, W), only the shape counts.
-    `reads_mirrored` is `MultiLevelClassifier`'s.
+    `reads_mirrored` and `biased` are `MultiLevelClassifier`'s.
 
     Raises:
         UsageError: the model has no such head.
@@ -114,6 +121,8 @@ def solvable_chain(
             example=example,
             kernel=settings.head_fit == "kernel",
             reads_mirrored=reads_mirrored,
+            biased=biased,
+            tokens=settings.token_form,
         ).chain()
     steps, layer = before_last_layer(chain)
     path = next(name for name, module in chain.model.named_modules() if module is layer)
@@ -149,25 +158,3 @@ def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
         return
     for name, tensor in layer.state_dict().items():
         tensor.copy_(getattr(fit, name))
-
-
-def export(classifier: nn.Module, path: Path | str, *, example: Tensor) -> None:
-    """Write `classifier` in evaluation mode to `path`, a file that runs without hvfreeze.
-
-        logits = torch.export.load("classifier.pt2").module()(images)
-
-    Args:
-        classifier: a module from images, (B, C, H, W), to logits, (B, classes).
-        path: ends in `.pt2`; replaced where it exists.
-        example: images, (B, C, H, W), at least two; the file takes any number of images of their size.
-
-    Raises:
-        RefusedError: torch cannot follow the module's arithmetic, or the file cannot be written.
-    """
-    try:
-        with torch.no_grad(), in_evaluation(classifier):
-            batch = {0: torch.export.Dim("batch", min=1)}
-            program = torch.export.export(classifier, (example,), dynamic_shapes=(batch,))
-        torch.export.save(program, path)
-    except (RuntimeError, OSError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:
-        raise RefusedError(f"{path}: {type(classifier).__name__} cannot be exported: {error}") from error

@@ -18,7 +18,7 @@ from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed, first_of
 from hvfreeze.data.decoding import Images, Inputs
-from hvfreeze.heads.features import before_last_layer, every_block, laid_out, pooled
+from hvfreeze.heads.features import before_last_layer, every_block, part_of
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import take
@@ -63,6 +63,7 @@ class Probe:
     """To how many samples of all ranks heads are fitted, about, and how many held-out ones judge them."""
     task: Task
     pool: int
+    tokens: str
     precision: str
     world: World
     learned_from: int | None = None
@@ -151,7 +152,8 @@ class Probe:
         held = first_of(self.held_out, max(1, self.seen[1] // len(self.feed.plan.shards)), rows=self.feed.rows)
         steps, _ = before_last_layer(chain)
         images, first = self.feed.images, fitted[0]
-        read = every_block(chain, pool=self.pool, example=images.load(first.ids[:1], first.views[:1]))
+        example = images.load(first.ids[:1], first.views[:1])
+        read = every_block(chain, pool=self.pool, example=example, tokens=self.tokens)
         blocks, last, labels, is_held, samples = [], [], [], [], []
         with in_evaluation(chain.model), in_precision(self.precision):
             for images, batch, is_held_out in [
@@ -161,7 +163,7 @@ class Probe:
                 x, parts = images.load(batch.ids, batch.views), list[Tensor]()
                 for number, block in enumerate(chain.blocks[:-1]):
                     x = block(x)
-                    parts.append(pooled(laid_out(read, number, x), self.pool))
+                    parts.append(part_of(read, number, x))
                 for step in steps:
                     x = step(x)
                 blocks.append(torch.cat(parts, 1))

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS, RESAMPLES
+from hvfreeze.config.rules import FITS, RESAMPLES, TOKENS
 from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
@@ -46,6 +46,7 @@ from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
+from hvfreeze.tasks import TASKS, Numbers, Task
 from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
@@ -194,6 +195,10 @@ def _are_exits(value: Any) -> bool:
     return numbers and all(block < later for block, later in pairwise(value))
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
+
+
 def _are_versions(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_text(k) and _is_text(v) for k, v in value.items())
 
@@ -211,8 +216,9 @@ ENTRIES: dict[str, Any] = {
     "batch_size": _whole(MOST_ROWS),
     "context": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
     **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or _is_digest(v), "null or " + SHA[1])),
-    "accuracy": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "in 0..1"),
-    **dict.fromkeys(("balanced_accuracy", "majority_share"), (_is_share, "null or in 0..1")),
+    **dict.fromkeys(("accuracy", "balanced_accuracy", "majority_share"), (_is_share, "null or in 0..1")),
+    "task": (lambda v: v in TASKS, "one of " + ", ".join(TASKS)),
+    **dict.fromkeys(("thresholds", "offset", "unit"), (_are_numbers, "a list of numbers")),
     "accuracy_on": (lambda v: v in ("test", "held-out"), "test or held-out"),
     "epochs": _whole(2**63, least=0),
     "steps": _whole(2**63, least=0),
@@ -243,9 +249,12 @@ def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, wi
 
 
 MIRRORED = ":mirrored"
-HEADS = re.compile(rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?({MIRRORED})?")
+HEADS = re.compile(
+    rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
+)
 """Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
-every block, at P x P cells; `multi-level:P` is linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
+every block, at P x P cells, of tokens the mean, or `:class` or `:grid` (see `config.rules.TOKENS`); `multi-level:P` is
+linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
 mean over an image and its mirror image."""
 
 
@@ -281,8 +290,14 @@ class Card:
     """Of that file, when training started; None where there was none."""
     exits: tuple[int, ...] = ()
     """The blocks before which critics give logits too, see `hvfreeze.model.early_exits`; none of most models."""
-    accuracy: float = 0.0
-    """Of the final model, 0-1."""
+    task: str = "classes"
+    """What outputs are, see `tasks.TASKS`."""
+    thresholds: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
+    unit: tuple[float, ...] = ()
+    """Of the task, see there."""
+    accuracy: float | None = 0.0
+    """Of the final model, 0-1; None of numbers."""
     balanced_accuracy: float | None = None
     """The mean of all classes' recalls; None where classes are equal."""
     majority_share: float | None = None
@@ -299,6 +314,17 @@ class Card:
     """Of what trained it."""
 
     @property
+    def answers(self) -> Task:
+        """What the model answers."""
+        task = TASKS[self.task](len(self.classes), thresholds=self.thresholds)
+        return replace(task, offset=self.offset, unit=self.unit) if isinstance(task, Numbers) else task
+
+    def of_task(self, task: Task) -> Card:
+        """Return the card with what a run's task has learned."""
+        card = replace(self, task=task.kind, thresholds=task.thresholds)
+        return replace(card, offset=task.offset, unit=task.unit) if isinstance(task, Numbers) else card
+
+    @property
     def preparation(self) -> Preparation | TextPreparation:
         """How what it is applied to comes to the model."""
         if self.image is not None:
@@ -308,8 +334,13 @@ class Card:
     @property
     def pool(self) -> int | None:
         """Cells a side of a head that reads every block, None for the architecture's own."""
-        pool = self.head.removesuffix(MIRRORED).partition(":")[2]
-        return int(pool) if pool else None
+        parts = self.head.split(":")
+        return int(parts[1]) if len(parts) > 1 else None
+
+    @property
+    def tokens(self) -> str:
+        """What such a head reads of tokens."""
+        return next((form for form in TOKENS if f":{form}" in self.head), "mean")
 
     @property
     def reads_mirrored(self) -> bool:
@@ -322,7 +353,8 @@ def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
     if settings.head != "multi-level":
         return settings.head
     kind = "kernel" if settings.head_fit == "kernel" else settings.head
-    return f"{kind}:{settings.pool}{MIRRORED if reads_mirrored else ''}"
+    tokens = "" if settings.token_form == "mean" else f":{settings.token_form}"
+    return f"{kind}:{settings.pool}{tokens}{MIRRORED if reads_mirrored else ''}"
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -362,8 +394,11 @@ def read_card(path: Path) -> Card:
         "balanced_accuracy": None,
         "majority_share": None,
     }
+    before |= {"task": "classes", "thresholds": [], "offset": [], "unit": []}
     entries = checked(path, {**before, **tree}, ENTRIES)
-    entries |= {name: tuple(entries[name]) for name in ("classes", "exits")}
+    entries |= {name: tuple(entries[name]) for name in ("classes", "exits", "thresholds", "offset", "unit")}
+    if any(len(entries[name]) not in (0, len(entries["classes"])) for name in ("thresholds", "offset", "unit")):
+        raise RefusedError(f"{path} is damaged: thresholds, offset and unit must have a number for each class, or none")
     if image is None and entries["context"] is not None:
         return Card(image=None, **entries)
     if not isinstance(image, dict):
@@ -405,7 +440,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
     """
     model, data = config.model, config.data
     path = weights_path(model.model, model.weights) if hashed else None
-    return Card(
+    card = Card(
         model=model.model,
         architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
         code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
@@ -424,6 +459,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
         accuracy_on="held-out" if data.validation_fraction > 0 else "test",
         versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in libraries_of(config)}},
     )
+    return card.of_task(corpus.task)
 
 
 def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: Reading) -> Preparation:

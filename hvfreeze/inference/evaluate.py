@@ -35,12 +35,13 @@ from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.shards import Ids
-from hvfreeze.data.tables import USUAL_COLUMNS, Columns, Labels, columns_of, list_for_evaluation
+from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_model, list_for_evaluation
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.windows import Windows
 from hvfreeze.errors import RefusedError
 from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
 from hvfreeze.inference.card import TextPreparation
+from hvfreeze.inference.evaluate_answers import Answered, measure_answers
 from hvfreeze.inference.exits import Answering, Whole, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers, note_on_missing
@@ -147,9 +148,14 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
     (_, height, width), wanted = image_set.image_shape, applied.preparation
     labels = image_set.labels[torch.from_numpy(ids)]
     classes = image_set.classes
+    if image_set.kind != applied.card.task:
+        raise RefusedError(
+            f"the run's data ({image_set.name}) has {image_set.kind} now, and the model answers {applied.card.task}; "
+            "restore it, or name other data with --data-dir"
+        )
     now, then = ({meant_by(name) for name in names} for names in (classes, applied.classes))
     # Names of a copied folder may be encoded otherwise, and models of before have classes that no label has.
-    if now == then or (is_named_code(data.data) and now < then):
+    if image_set.kind == "classes" and (now == then or (is_named_code(data.data) and now < then)):
         labels, classes = labels_for(applied, labels, classes, str), applied.classes
     if classes != applied.classes or (height, width) != (wanted.height, wanted.width):
         raise RefusedError(
@@ -169,10 +175,15 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
     data = applied.card.data
     if is_table(str(folder)):
         rows = list_for_evaluation(folder, columns)
-        labels = torch.from_numpy(Labels("classes", applied.classes, known_to="model").of(rows))
+        labels = torch.from_numpy(labels_for_model(rows, columns, applied.card.task, applied.classes).of(rows))
         paths = [folder.parent / path for path in rows.paths]
         return EvaluatedSamples(
             lambda row: applied.preparation.pixels_of(paths[row]), labels, f"images of {folder}", own=False
+        )
+    if applied.card.task != "classes":
+        raise RefusedError(
+            f"--data-dir ({folder}) must be a table (CSV, TSV, Parquet): the model answers {applied.card.task}, which "
+            "folders do not tell"
         )
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
@@ -288,8 +299,13 @@ def evaluate(
         if data_dir is None
         else samples_in(applied, data_dir, columns_in(run_dir))
     )
-    result = measure(applied, samples, answer, batch_size=batch_size)
-    print(describe(applied, samples, result))
+    result: Result | Answered
+    if applied.card.task == "classes":
+        result = measure(applied, samples, answer, batch_size=batch_size)
+        print(describe(applied, samples, result))
+    else:
+        result = measure_answers(applied, samples.decode, samples.labels, answer, batch_size=batch_size)
+        print(result.in_words(applied, samples.name))
     if answer.told():
         print(printable(answer.told()))
     out_of_all = f"{plural(len(result.left_out), 'image')} left out that cannot be used: {listed(result.left_out)}"
@@ -298,7 +314,10 @@ def evaluate(
     for note in notes:
         print(printable(f"note: {note}"))
     if out is not None:
-        write_result(applied, samples, result, out=out)
+        if isinstance(result, Answered):
+            result.write(applied, samples.name, out)
+        else:
+            write_result(applied, samples, result, out=out)
         print(f"tables and figures: {printable(str(out))}")
     if result.left_out and not skip_bad:
         # Whoever compares results must not take one of fewer samples for one of all.
@@ -381,7 +400,7 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
     if samples.own:
         same = applied.card.accuracy == result.accuracy
         card = applied.card
-        told = accuracy_in_words(card.accuracy, balanced=card.balanced_accuracy, majority=card.majority_share)
+        told = accuracy_in_words(card.accuracy or 0.0, balanced=card.balanced_accuracy, majority=card.majority_share)
         lines.append("as the run reported" if same else f"the run reported {told}")
     rows = [row for row in result.rows if row["samples"]]
     if len(rows) > MOST_PRINTED:

@@ -38,7 +38,7 @@ class Applied:
     """From a PIL image or a uint8 tensor to (3, S, S) float32: the pixels that the run was evaluated on. For a text's
     model from a text to codes."""
     classes: tuple[str, ...]
-    """In the order of the logits; characters of a text's model."""
+    """In the order of the logits; characters of a text's model, names of labels or numbers of others."""
     card: Card
     exits: EarlyExits | None = None
     """Of a model that was trained with local critics: `exits(images)` gives each one's (N, classes) logits."""
@@ -174,6 +174,8 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
                 example=example,
                 kernel=kernel,
                 reads_mirrored=card.reads_mirrored,
+                biased=card.answers.is_biased,
+                tokens=card.tokens,
             )
             return classifier, None
     except UsageError as error:

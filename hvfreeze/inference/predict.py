@@ -30,7 +30,6 @@ from hvfreeze.inference.run_settings import columns_in
 from hvfreeze.inference.text import Drawing, tell_on
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
-from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
@@ -141,24 +140,28 @@ def classify(
     skip_bad: bool,
 ) -> None:
     """Tell the classes of images; see `predict`."""
+    if applied.card.task != "classes" and top > 1:
+        raise UsageError(
+            f"--top ({top}) must be left out: it is for classes, and the model answers {applied.card.task}"
+        )
     if top > len(applied.classes):
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
     bad: dict[int, str] = {}
-    count = missing = 0
+    missing: list[int] = []
+    count = 0
     with table_at(out) as write:
-        for rows in predictions(applied, paths, answer, top=top, batch_size=batch_size, bad=bad):
+        for rows in predictions(applied, paths, answer, top=top, batch_size=batch_size, bad=bad, missing=missing):
             text = to_csv(rows)
             write(text if count == 0 else text.partition("\n")[2])
             count += len(rows)
-            missing += sum(row["class"] == "" for row in rows)
     if out is not None and count:
-        classes = plural(len(applied.classes), "class", "classes")
+        classes = plural(len(applied.classes), *applied.card.answers.nouns)
         print(f"{plural(count, 'image')} of {classes}: {printable(str(out))}")
     if answer.told() and count:
         print(printable(answer.told()), file=sys.stderr if out is None else sys.stdout)
     tell_bad([printable(reason) for reason in bad.values()], count=count, skip_bad=skip_bad)
     if missing:
-        raise NumericsError(note_on_missing(missing, count))
+        raise NumericsError(note_on_missing(len(missing), count))
 
 
 @contextmanager
@@ -245,31 +248,22 @@ def predictions(
     top: int,
     batch_size: int | None = None,
     bad: dict[int, str],
+    missing: list[int],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield each batch's rows, one an image file: its path, the `top` classes with their probabilities, 0-1, its exit.
+    """Yield each batch's rows, one an image file: its path, the answer, of classes the `top` ones, and its exit.
 
-    Files that cannot be used are left out, and added to `bad` by their places in `paths` with the reason.
+    Files that cannot be used are left out, and added to `bad` by their places in `paths` with the reason; those that
+    have no answer are added to `missing`.
     """
+    task = applied.card.answers
 
     def decode(row: int) -> Any:
         return applied.preparation.pixels_of(paths[row])
 
     for rows, logits in answers(applied, decode, len(paths), batch_size=batch_size, answer=answer, bad=bad):
         columns = answer.take(len(logits))
+        missing += [row for row, one in zip(rows, logits, strict=True) if not task.answered(one)]
         yield [
-            {"path": str(paths[row]), **best(one, applied.classes, top=top), **more}
+            {"path": str(paths[row]), **task.columns(one, applied.classes, top=top), **more}
             for row, one, more in zip(rows, logits, columns, strict=True)
         ]
-
-
-def best(logits: Tensor, classes: Sequence[str], *, top: int) -> dict[str, Any]:
-    """Return the most probable classes of (classes,) logits as columns; among equals the first, as in an evaluation."""
-    answered = int(classes_of(logits[None])) != NO_ANSWER
-    probabilities = logits.double().softmax(0)
-    order = logits.argsort(descending=True, stable=True)[:top].tolist()
-    found: dict[str, Any] = {}
-    for place, index in enumerate(order, 1):
-        suffix = f"_{place}" if place > 1 else ""
-        found[f"class{suffix}"] = classes[index] if answered else ""
-        found[f"probability{suffix}"] = round(float(probabilities[index]), 6) if answered else ""
-    return found

@@ -135,7 +135,7 @@ def evaluate_text(
     )
     if own:
         same = applied.card.accuracy == correct / count
-        print("as the run reported" if same else f"the run reported {percent(applied.card.accuracy, 2)}")
+        print("as the run reported" if same else f"the run reported {percent(applied.card.accuracy or 0.0, 2)}")
     if out is not None:
         write_text(out / "evaluation.json", json.dumps(finite({**found, "data": name}), indent=1) + "\n")
         print(f"numbers: {out / 'evaluation.json'}")

@@ -34,7 +34,7 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
     """
     if example.dim() != 4:
         return (None,) * len(stops)
-    shapes = _shapes(chain, stops, example[:1])
+    shapes = shapes_of(chain, stops, example[:1])
     sides = [_by_sides(shape) for shape in shapes]
     square = example.shape[2] == example.shape[3]
     unclear = [len(shape) == 4 and (last is None or not square) for shape, last in zip(shapes, sides)]
@@ -43,7 +43,7 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
     known = sides
     # A model may take images of one size only, and say so in any way.
     with suppress(Exception):
-        grown = map(_by_growth, shapes, _shapes(chain, stops, _taller(example)))
+        grown = map(_by_growth, shapes, shapes_of(chain, stops, _taller(example)))
         known = [sure if last is None or not odd else last for odd, sure, last in zip(unclear, sides, grown)]
     for stop, odd, last, shape in zip(stops, unclear, known, shapes):
         if odd and last is None:
@@ -63,11 +63,11 @@ def tokens_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tuple
     usual = (False,) * len(stops)
     if example.dim() != 4:
         return usual
-    shapes = _shapes(chain, stops, example[:1])
+    shapes = shapes_of(chain, stops, example[:1])
     if all(len(shape) != 3 for shape in shapes):
         return usual
     with suppress(Exception):
-        taller = _shapes(chain, stops, _taller(example))
+        taller = shapes_of(chain, stops, _taller(example))
         return tuple(
             len(shape) == 3 and shape[1] == grown[1] and shape[2] != grown[2] for shape, grown in zip(shapes, taller)
         )
@@ -78,7 +78,8 @@ def _taller(example: Tensor) -> Tensor:
     return torch.zeros(1, example.shape[1], 2 * example.shape[2], example.shape[3], dtype=example.dtype)
 
 
-def _shapes(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]:
+def shapes_of(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]:
+    """Return the shape of the output of as many first blocks as each of `stops` says, in evaluation mode."""
     shapes, first = [], 0
     with torch.no_grad(), in_evaluation(chain.model):
         for stop in stops:

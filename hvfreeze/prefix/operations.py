@@ -35,7 +35,7 @@ FILED_AS = {
 }
 """Former module names, under which rows are filed, so that a cache remains valid when code moves."""
 LIBRARIES = ("transformers",)
-"""Packages beside torch whose code is known by their versions."""
+"""Packages, in addition to torch, whose versions identify their code."""
 VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
 
 

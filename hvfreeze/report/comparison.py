@@ -13,7 +13,7 @@ from hvfreeze.config.sections import AUTO
 from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})
-WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "tensorboard", "json"})
+WITHOUT_EFFECT = frozenset({"run_dir", "resume", "resume_inexact", "quiet", "track", "json"})
 
 
 @dataclass(frozen=True)

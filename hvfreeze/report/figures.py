@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,7 +171,8 @@ def accuracy_curve(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
         if None not in reached:
             times.append(sum(line["train_seconds"] for run in runs for line in run.metrics[:epoch]) / len(runs))
             accuracies.append(100 * sum(reached) / len(runs))
-    if all(run.finished for run in runs) and any(run.accuracies[-1:] != [run.test_accuracy] for run in runs):
+    known = all(run.finished and not math.isnan(run.test_accuracy) for run in runs)
+    if known and any(run.accuracies[-1:] != [run.test_accuracy] for run in runs):
         times.append(sum(run.train_seconds for run in runs) / len(runs))
         accuracies.append(100 * sum(run.test_accuracy for run in runs) / len(runs))
     return times, accuracies

@@ -8,6 +8,7 @@ OUT/data/*.csv          runs, epochs and votes as plain numbers
 from __future__ import annotations
 
 import base64
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +140,7 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
     last = (tables.command_table(groups), tables.environment_table(groups))
     sections = [
         summary_section(groups),
-        accuracy_section(runs, out=out),
+        *([accuracy_section(runs, out=out)] if any(map(answers_classes, runs)) else []),
         *([models] if models.tables else []),
         phase_section(runs, groups, out=out),
         *cut_sections(runs, out=out),
@@ -147,6 +148,11 @@ def write_report_page(runs: Sequence[Run], *, out: Path, refresh_seconds: int = 
     ]
     title = f"hvfreeze: report on {plural(len(runs), 'run')}"
     return write_page(title, sections, out=out, refresh_seconds=refresh_seconds)
+
+
+def answers_classes(run: Run) -> bool:
+    """Return False for a run on numbers, which has no accuracy."""
+    return not run.finished or not math.isnan(run.test_accuracy)
 
 
 def summary_section(groups: Sequence[Group]) -> Section:

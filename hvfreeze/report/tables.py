@@ -16,6 +16,7 @@ from typing import Any
 from hvfreeze.config.flags import words_of
 from hvfreeze.config.tree import Config, given_in, settings_of
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.metrics import WORDS, in_words
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
 from hvfreeze.wording import on_one_line, plural
@@ -30,7 +31,9 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def accuracy_of(run: Run) -> str:
-    """Return a run's accuracy, with balanced accuracy and majority share if classes are unbalanced."""
+    """Return a run's accuracy or its metrics, with the balanced accuracy if classes are unbalanced."""
+    if run.measured:
+        return in_words({name: value for name, value in run.measured.items() if name != "accuracy"})
     balanced, majority = run.balance
     shown = percent(run.test_accuracy)
     return shown if majority is None else f"{shown} (balanced {percent(balanced or 0)}, majority {percent(majority)})"
@@ -144,7 +147,7 @@ def run_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"run": run.name, "group": group.name, "finished": run.finished, "ranks": run.size}
             row |= {leaf: run.settings[leaf] for leaf in ("model", "data", "freeze", "cut", "cache", "seed")}
             row |= {"test_accuracy": run.test_accuracy, "best_test_accuracy": run.best_accuracy}
-            row |= dict(zip(BALANCE, run.balance))
+            row |= dict(zip(BALANCE, run.balance)) | {f"test_{name}": run.measured[name] for name in run.measured}
             row |= {"epochs": len(run.epochs), "train_seconds": run.train_seconds}
             row["speed_up"] = comparison.speed_up.mean if comparison else None
             row["time_saved"] = comparison.time_saved.mean if comparison else None
@@ -224,6 +227,7 @@ def summary_table(groups: Sequence[Group]) -> Table:
                 **describe_run(group.runs[0]),
                 "Accuracy": shown(group.spread(lambda r: r.test_accuracy), percent),
                 **balance_of(group, groups),
+                **metrics_of(group, groups),
                 **bits_of(group, groups),
                 "Best accuracy": shown(group.spread(lambda r: r.best_accuracy), percent),
                 "Training time": shown(group.spread(lambda r: r.train_seconds), seconds),
@@ -245,6 +249,17 @@ def balance_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
     for title, place in (("Balanced accuracy", 0), ("Majority class", 1)):
         known = [value for run in group.runs if (value := run.balance[place]) is not None]
         cells[title] = percent(sum(known) / len(known)) if known else ""
+    return cells
+
+
+def metrics_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
+    """Return a column for each metric by which a run of any group was compared."""
+    names = dict.fromkeys(name for other in groups for run in other.runs for name in run.measured)
+    cells = {}
+    for name in (name for name in names if name not in ("accuracy", "balanced_accuracy")):
+        title = WORDS[name][:1].upper() + WORDS[name][1:]
+        known = [run.measured[name] for run in group.runs if name in run.measured]
+        cells[title] = f"{sum(known) / len(known):.4g}" if known else ""
     return cells
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from hvfreeze.config.rules import is_downloaded, is_table
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.user_code import HF
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
 OF_CACHE = ("cache_dir", "cache_limit", "cache_shared", "cache_failure")
-HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "tensorboard", "data_dir", *OF_CACHE)
+HARMLESS = ("run_dir", "resume", "resume_inexact", "json", "quiet", "track", "data_dir", *OF_CACHE)
 """Settings that may change when a run is resumed, because they never change a result."""
 PATHS = ("data", "data_dir", "test_table", "cache_dir", "run_dir", "weights", "tasks")
 COMPARED_OTHERWISE = ("epochs", "threads", "cache", "cache_dtype")
@@ -33,6 +34,8 @@ def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     def resolved(leaf: str, value: Any) -> Any:
         is_path = leaf in PATHS and isinstance(value, str) and value != "none"
         is_path = is_path and not (leaf == "weights" and is_downloaded(value))
+        if leaf == "data" and str(value).startswith(HF):
+            return HF + os.path.abspath(value.removeprefix(HF))
         is_path = is_path and (leaf != "data" or is_table(value))
         # `~` is a home where the file of the weights is opened, and a name like any other elsewhere.
         return os.path.abspath(os.path.expanduser(value) if leaf == "weights" else value) if is_path else value

@@ -1,18 +1,14 @@
-"""Output for the user: log lines, a progress bar or progress lines, and TensorBoard curves."""
+"""Output for the user: log lines, and a progress bar or progress lines."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-
-from hvfreeze.errors import UsageError
 
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -102,48 +98,3 @@ class Progress:
         """Leave the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def check_curves(*, wanted: bool) -> None:
-    """Raise UsageError if --tensorboard is given but the library is not installed."""
-    if wanted and find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the tensorboard library, which is not installed; run pip install tensorboard, or "
-            "use `hvfreeze report --watch` instead"
-        )
-
-
-class Curves:
-    """Writes an epoch's numbers as TensorBoard event files, by optimizer step.
-
-    Args:
-        directory: folder of the files.
-        step: steps of the resumed run; later points are removed.
-    """
-
-    def __init__(self, directory: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory), purge_step=step + 1 if step else None)
-
-    def epoch(self, line: Mapping[str, Any], *, rate: float) -> None:
-        """Write a line of metrics.jsonl, each number under its own name, with groups for phases and models."""
-        numbers = {"learning_rate": rate, **flattened(line)}
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, global_step=line["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._writer.close()
-
-
-def flattened(line: Mapping[str, Any], *, within: str = "") -> dict[str, float]:
-    """Return the numbers in nested mappings, named by their paths."""
-    found: dict[str, float] = {}
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            found |= flattened(value, within=f"{within}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and key not in ("step", "epoch"):
-            found[f"{within}{key}"] = float(value)
-    return found

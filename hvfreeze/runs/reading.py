@@ -16,6 +16,7 @@ from hvfreeze.config.rules import typed
 from hvfreeze.config.sections import AUTO
 from hvfreeze.config.tree import convert, defaults_of, leaves
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.metrics import named_in
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.clock import PHASES, train_seconds
 
@@ -106,7 +107,8 @@ IN_VOTE: dict[str, Kind] = {
     "gains": list_of(list_of(or_none(is_number))),
 }
 IN_SUMMARY: dict[str, Kind] = {
-    **dict.fromkeys(("test_accuracy", "train_seconds", "images_per_second"), is_number),
+    "test_accuracy": or_none(is_number),
+    **dict.fromkeys(("train_seconds", "images_per_second"), is_number),
     "seconds": named(is_number),
     **dict.fromkeys(("allreduce_bytes", "final_cut"), is_count),
     **dict.fromkeys(BALANCE, or_none(is_number)),
@@ -165,16 +167,26 @@ class Run:
         one.
         """
         if self.summary is not None:
-            return float(self.summary["test_accuracy"])
+            found = self.summary["test_accuracy"]
+            return math.nan if found is None else float(found)
         return self.accuracies[-1] if self.accuracies else math.nan
 
     @property
     def balance(self) -> tuple[float | None, float | None]:
         """Balanced accuracy and the share of the majority class, for `test_accuracy`; None if classes are balanced."""
-        evaluated = [line for line in self.metrics if line["test_accuracy"] is not None]
-        place = self.summary if self.summary is not None else evaluated[-1] if evaluated else {}
-        balanced, majority = (place.get(key) for key in BALANCE)
+        balanced, majority = (self._evaluated.get(key) for key in BALANCE)
         return balanced, majority
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The metrics by which models were compared, on the samples of `test_accuracy`, if others than accuracy."""
+        found = named_in(self._evaluated, part="test")
+        return found if found.keys() - {"accuracy", "balanced_accuracy"} else {}
+
+    @property
+    def _evaluated(self) -> dict[str, Any]:
+        evaluated = [line for line in self.metrics if line.get("test_loss") is not None]
+        return self.summary if self.summary is not None else evaluated[-1] if evaluated else {}
 
     @property
     def best_accuracy(self) -> float:

@@ -19,6 +19,7 @@ from hvfreeze.files import FileLock, open_own
 from hvfreeze.runs.files import publish, reason_of
 from hvfreeze.runs.identity import Settings, absolute
 from hvfreeze.runs.reading import read_object
+from hvfreeze.runs.trackers import Trackers
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,6 +30,7 @@ class NullRecord:
 
     notes: tuple[str, ...] = ()
     resumed: Sequence[dict[str, Any]] = ()
+    trackers = Trackers()
 
     def change(self, what: str) -> None:
         """Do nothing."""
@@ -87,6 +89,8 @@ class Record:
             *(f"changed since the run started: {what}" for what in changed),
             *((unlocked,) if lock and not lock.held else ()),
         )
+        self.trackers = Trackers()
+        """The experiment trackers, which get each line too."""
         self._log = directory / "log.txt"
         self._files = {name: directory / f"{name}.jsonl" for name in ("metrics", "decisions")}
         for path in (self._log, *self._files.values()):
@@ -124,10 +128,12 @@ class Record:
     def metrics(self, line: dict[str, Any]) -> None:
         """Append an epoch's line; NaN and Inf become null."""
         self._append("metrics", finite(line))
+        self.trackers.line(line)
 
     def decision(self, decision: DataclassInstance) -> None:
         """Append a vote's line: the fields of a dataclass of plain values."""
         self._append("decisions", dataclasses.asdict(decision))
+        self.trackers.decision(dataclasses.asdict(decision))
 
     def position(self) -> dict[str, int]:
         """Return the length in bytes of each growing file, for a checkpoint; these bytes are safe on the disk.
@@ -160,6 +166,7 @@ class Record:
 
     def close(self) -> None:
         """Release the directory for other jobs."""
+        self.trackers.close()
         if self._lock is not None:
             self._lock.release()
 

@@ -80,7 +80,7 @@ class FittedHead:
     centres: int | None
     """How many centres a kernel head has; None lets the fit choose."""
     task: Task
-    """What the head answers."""
+    """The kind of labels that the head predicts."""
     weights: NDArray[np.float32]
     """(samples,): how much each training sample counts."""
     cut: int = CUT

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks, read_once_per_node
@@ -41,8 +41,10 @@ from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
+from hvfreeze.heads.token_form import try_token_forms
 from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
@@ -50,11 +52,12 @@ from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
-from hvfreeze.runs.progress import RunLogger, check_curves
+from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
+from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
-from hvfreeze.tasks import Classes, Task, class_weights
+from hvfreeze.tasks import Classes, Numbers, Task, class_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.doubles import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -213,6 +216,12 @@ def assemble(
     )
     if normalisation is not None and isinstance(feed.images, Images):
         notes = [normalisation.describe(), *notes]
+    if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
+        task = corpus.task
+        forms = try_token_forms(chain, feed, blueprint.image_shape, task=task, place=place, world=world)
+        if forms is not None:
+            config = replace(config, head=replace(config.head, tokens=forms.best))
+            notes = [*notes, forms.line()]
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None and corpus.train.kind == "classes":
@@ -390,7 +399,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         rests = lengthen_cycle_on_full_cores(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
-    raise_on_all_ranks(world, lambda: check_curves(wanted=config.run.tensorboard), name="curves")
+    trackers = config.run.trackers()
+    raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
     corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
@@ -524,6 +534,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         # Of a data set of the user's own, only some images were looked at.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
+        gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),
     )
 
 
@@ -577,47 +588,81 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
         whole_batches=not config.head.solved,
         holds_out=holds_out,
     )
-    corpus = replace(corpus, task=raise_on_all_ranks(world, lambda: task_of(config, corpus), name="task"))
     remedy = "start all ranks with one command, on equal data"
     if ":" in config.data.data:
         remedy = (
             "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"
         )
-    if corpus.train.kind != "classes":
-        raise UsageError(
-            f"--data ({data.data}): labels are {corpus.train.kind}, and training needs one class a sample so far; give "
-            "each sample the number of its class, and pass --task classes"
-        ).on_all_ranks()
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
     check_equal(world, "data", identities, remedy=remedy)
+    corpus = raise_on_all_ranks(world, lambda: with_task(config, corpus), name="task")
+    if isinstance(corpus.task, Numbers):
+        # Arithmetic that processors may round differently: rank 0's is everybody's.
+        shared = (corpus.task, corpus.train.labels, corpus.evaluated.labels)
+        corpus = with_labels(corpus, *world.broadcast_object(shared, name="task.numbers"))
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
     check_equal(world, "pixels", sampled, remedy=remedy)
     return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
 
 
-def task_of(config: Config, corpus: Corpus) -> Task:
-    """Return what the models answer, with the weights of classes, which are counted among the training samples.
+def with_labels(corpus: Corpus, task: Task, train: Tensor, evaluated: Tensor) -> Corpus:
+    """Return the samples with other labels."""
+    held_out, trained = corpus.evaluated is corpus.train, replace(corpus.train, labels=train)
+    return replace(
+        corpus,
+        task=task,
+        train=trained,
+        evaluated=trained if held_out else replace(corpus.evaluated, labels=evaluated),
+    )
+
+
+def with_task(config: Config, corpus: Corpus) -> Corpus:
+    """Return the samples with what the models answer: weights are counted, and numbers standardised, by training ones.
 
     Raises:
-        UsageError: a weight is given for a class that the data set has not, or a metric for other labels.
+        UsageError: a setting does not go with such labels, or names a class that there is not.
     """
+    check_task(config, corpus.task.kind)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
+    ids = torch.from_numpy(np.unique(np.concatenate(corpus.plan.shards)))
     if config.run.metric is not None:
         fitting = METRICS[task.kind]
         rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
         task = replace(task, metric=config.run.metric.replace("-", "_"))
+    if isinstance(task, Numbers):
+        task, train = replace(task, huber=config.optimizer.loss == "huber").standardised(corpus.train.labels, ids)
+        return with_labels(corpus, task, train, task.from_units(corpus.evaluated.labels))
     if given is None:
-        return task
+        return replace(corpus, task=task)
     assert isinstance(task, Classes), "refused before"
     places = {meant_by(name): place for place, name in enumerate(corpus.train.classes)}
     if isinstance(given, dict):
         for name in given:
             known = did_you_mean(name, corpus.train.classes)
             rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
-    ids = np.unique(np.concatenate(corpus.plan.shards))
-    counts = torch.bincount(corpus.train.labels[torch.from_numpy(ids)], minlength=task.outputs)
+    counts = torch.bincount(corpus.train.labels[ids], minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
-    return replace(task, weights=class_weights(counts, by_place))
+    return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))
+
+
+def check_task(config: Config, kind: str) -> None:
+    """Raise UsageError for settings that go with other labels than these."""
+    strategy, optimizer = config.strategy.strategy, config.optimizer
+    other = kind != "classes"
+    labels = {"labels": "several labels a sample", "numbers": "numbers"}.get(kind, "classes")
+    for flag, value, bad, remedy in (
+        ("strategy", strategy, other and not config.strategy.takes_any_labels, "use replicas, or another strategy"),
+        ("class-weights", optimizer.class_weights, other and optimizer.class_weights != "none", "leave it out"),
+        (
+            "label-smoothing",
+            optimizer.label_smoothing,
+            kind == "numbers" and optimizer.label_smoothing > 0,
+            "leave it out",
+        ),
+        ("loss", optimizer.loss, kind != "numbers" and "loss" in config.given, "leave it out: it is for numbers"),
+    ):
+        if bad:
+            raise UsageError(f"--{flag} ({value}) does not go with {labels}, which the data set has; {remedy}")
 
 
 def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

@@ -19,7 +19,7 @@ from hvfreeze.heads.flips import Finding
 from hvfreeze.inference.card import Card
 from hvfreeze.runs.checkpoint_file import Saving
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.progress import Curves, Progress, RunLogger
+from hvfreeze.runs.progress import Progress, RunLogger
 from hvfreeze.runs.reading import Move
 from hvfreeze.runs.record import NullRecord, Record
 from hvfreeze.strategies.base import Strategy
@@ -60,8 +60,6 @@ class Job:
     notes: list[str] = field(default_factory=list)
     record: Record | NullRecord = field(default_factory=NullRecord)
     progress: Progress = field(default_factory=Progress)
-    curves: Curves | None = None
-    """On rank 0 with --tensorboard."""
     data_identities: dict[str, str] = field(default_factory=dict)
     majority_share: float | None = None
     """Of the most frequent class among the training samples; None where their classes are equal."""

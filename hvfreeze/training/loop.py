@@ -19,6 +19,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
+from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
@@ -127,8 +128,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}
     line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
     job.record.metrics(line)
-    if job.curves is not None:
-        job.curves.epoch(line, rate=rate(job))
+    job.record.trackers.rate(rate(job), step=line["step"])
     job.totals, job.epochs_done = {}, epoch + 1
     tell_epoch(job, line)
 
@@ -176,16 +176,24 @@ def tell_epoch(job: Job, line: dict[str, Any]) -> None:
     """Log an epoch, given its line of metrics.jsonl; a run in hvfreeze auto logs whole verbs. Not a collective."""
     if job.config.freeze.auto:
         return
-    fitted = accuracy_in_words(line["train_accuracy"], majority=job.majority_share)
+    fitted = f" | train {accuracy_in_words(line['train_accuracy'], majority=job.majority_share)}"
+    if job.task.kind != "classes":
+        fitted = ""
     loss, accuracy = line["test_loss"], line["test_accuracy"]
     balanced, largest = (line.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
-    tested = "" if accuracy is None else accuracy_in_words(accuracy, majority=largest, balanced=balanced)
+    tested = (
+        ""
+        if accuracy is None or job.task.is_examined
+        else accuracy_in_words(accuracy, majority=largest, balanced=balanced)
+    )
     shown = f"test {tested}" if tested else "not evaluated"
+    if job.task.is_examined:
+        shown = f"test {in_words(named_in(line, part='test'))}" if line["test_loss"] is not None else "not evaluated"
     if "test_bits_per_character" in line:
         shown += f", {line['test_bits_per_character']:.3f} bits per character"
     samples = "windows" if job.config.data.data == TEXT else "images"
     job.logger.info(
-        f"epoch {line['epoch']:3d} | cut {line['cut']} | loss {line['train_loss']:.4f} | train {fitted} | {shown} | "
+        f"epoch {line['epoch']:3d} | cut {line['cut']} | loss {line['train_loss']:.4f}{fitted} | {shown} | "
         f"{line['train_seconds']:.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
     tell_overflow(job, loss)

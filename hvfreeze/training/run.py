@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,20 +18,22 @@ from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
 from hvfreeze.config.sections import AUTO, TEXT
-from hvfreeze.config.tree import Config, check_known, from_dict
+from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
+from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
 from hvfreeze.runs.files import publish, publishing
-from hvfreeze.runs.progress import Curves, Progress
+from hvfreeze.runs.progress import Progress
 from hvfreeze.runs.reading import SUMMARY, read_config, read_object
 from hvfreeze.runs.record import finite
+from hvfreeze.runs.trackers import open_trackers
 from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
@@ -115,10 +118,9 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
             job.logger.info(f"{job.directory} is complete; nothing to do")
             return done
         raise_on_all_ranks(world, job.record.begin, name="record.begin")
-        draws = job.config.run.tensorboard and world.rank == 0
-        job.curves = raise_on_all_ranks(
-            world, lambda: Curves(job.directory / "tensorboard", step=job.step) if draws else None, name="curves"
-        )
+        if world.rank == 0:
+            names, settings = job.config.run.trackers(), to_dict(job.config)
+            job.record.trackers = open_trackers(names, job.directory, settings, step=job.step, say=job.logger.info)
         introduce(job, resumed=wrote is not None)
         with leaving_on_signal(job):
             job.asked_to_leave = job.asked_to_leave or bool(asked)
@@ -130,8 +132,6 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
                 finish_saving(job)
     finally:
         job.progress.close()
-        if job.curves is not None:
-            job.curves.close()
         job.opened.model.close()
         if job.saving is not None:
             job.saving.release()
@@ -168,7 +168,7 @@ def introduce(job: Job, *, resumed: bool) -> None:
     say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
     say(
         f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
-        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), 'class', 'classes')}; "
+        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), *job.task.nouns)}; "
         f"{plural(job.world.size, 'rank')}"
     )
     if not config.freeze.auto:
@@ -263,16 +263,20 @@ def conclude(job: Job) -> dict[str, Any]:
     raise_on_all_ranks(job.world, lambda: job.record.summary(summary), name="summary.write")
     if job.config.freeze.auto:
         tell_end(job, summary)
+    if job.world.rank == 0 and job.config.run.trackers():
+        # It loads matplotlib.
+        from hvfreeze.inference.run_figures import files_for_trackers
+
+        job.record.trackers.finish(summary, files_for_trackers(job.directory))
     return summary
 
 
 def tell_end(job: Job, summary: dict[str, Any]) -> None:
     """Log what the run has come to, and how to use it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
-    shown = accuracy_in_words(summary["test_accuracy"], majority=majority, balanced=balanced)
-    job.logger.info(
-        f"result: test accuracy {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt"
-    )
+    shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"
+    shown = in_words(named_in(summary, part="test")) if job.task.is_examined else shown
+    job.logger.info(f"result: test {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt")
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 
@@ -282,7 +286,9 @@ def export(job: Job, *, digest: str) -> None:
     opened = job.opened.chain.model
     reads_mirrored = isinstance(opened, MultiLevelClassifier) and opened.reads_mirrored
     head = head_named(job.opened.part.settings.head, reads_mirrored=reads_mirrored)
-    done = replace(job.card, head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest)
+    done = replace(
+        job.card.of_task(job.task), head=head, epochs=job.epochs_done, steps=job.step, parameter_digest=digest
+    )
 
     def write(model: WholeModel) -> None:
         if job.world.rank == 0:
@@ -290,13 +296,14 @@ def export(job: Job, *, digest: str) -> None:
             score, best = job.last_scores.get(model.name), kept.get(model.name)
             card = replace(done, accuracy=score.accuracy if score else job.last_accuracy)
             if score is not None:
-                majority = score.majority_share
-                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=majority)
+                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=score.majority_share)
+                card = replace(card, thresholds=score.thresholds)
             if best is not None:
                 publish(path, [best_path(job, model.name).read_bytes()])
                 card = replace(
                     done,
                     accuracy=best.accuracy,
+                    thresholds=best.thresholds,
                     balanced_accuracy=best.balanced_accuracy,
                     majority_share=best.majority_share,
                     epochs=best.epoch + 1,
@@ -308,6 +315,8 @@ def export(job: Job, *, digest: str) -> None:
                     torch.save(model.state, file)
             classes = model.classes or done.classes
             card = replace(card, sha256=sha256_of(path), classes=classes, exits=model.exits)
+            if math.isnan(card.accuracy or 0.0):
+                card = replace(card, accuracy=None)
             write_card(path.with_name(f"{model.name}.yaml"), card)
 
     for model in job.opened.model.whole_models():

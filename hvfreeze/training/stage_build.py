@@ -220,6 +220,7 @@ class Factory:
             classes=self.blueprint.classes,
             example=torch.zeros(2, *self.blueprint.image_shape),
             reads_mirrored=self.reads_mirrored(settings),
+            biased=self.context.corpus.task.is_biased,
         )
 
     def feed(self, part: Part) -> TrainFeed:
@@ -274,6 +275,7 @@ class Factory:
             task=self.context.corpus.task,
             learned_from=(tuning.freeze.cut or 0) if tuning.freeze.statistics == "batch" else None,
             pool=solving.head.pool,
+            tokens=solving.head.token_form,
             precision=solving.optimizer.precision,
             world=self.context.world,
         )
@@ -334,4 +336,4 @@ def features_of(chain: Chain, settings: HeadConfig, example: Tensor) -> int:
     if settings.head != "multi-level":
         return before_last_layer(chain)[1].in_features
     with in_evaluation(chain.model), torch.no_grad():
-        return every_block(chain, pool=settings.pool, example=example)(example).shape[1]
+        return every_block(chain, pool=settings.pool, example=example, tokens=settings.token_form)(example).shape[1]

@@ -23,6 +23,7 @@ from hvfreeze.heads.moments import FeaturesError
 from hvfreeze.heads.probe import Probe
 from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.heads.solve import FitTerms
+from hvfreeze.metrics import in_words
 from hvfreeze.model.modes import in_evaluation, in_precision
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.tasks import Task
@@ -369,7 +370,10 @@ def tell_fit(job: Job, fit: Solution) -> None:
     reached = "" if fit.converged else f"; not converged, off by {100 * fit.error:.0f} % at most"
     centres = "" if fit.compared_with in (None, fit.rows) else f", {fit.compared_with} centres"
     held_out = fit.chosen
-    judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}" if held_out else ""
+    judged = ""
+    if held_out is not None:
+        judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}"
+        judged = judged if held_out.metrics is None else f"; held-out {in_words(held_out.metrics)}"
     job.logger.info(
         f"head fitted: {fit.rows} rows{centres}, ridge penalty {fit.penalty:.2g} (best of {len(fit.trials)}), "
         f"{f'{fit.steps} iterations' if fit.steps else 'closed form'}{judged}{reached}"

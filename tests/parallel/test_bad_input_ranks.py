@@ -62,7 +62,7 @@ def test_what_all_ranks_refuse_is_said_once(run_dir: Path, size: int, words: str
 @pytest.mark.parametrize(
     ("first", "second", "fragments"),
     [
-        (["--lr", "0.1"], ["--lr", "0.2"], ["optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1", "one command"]),
+        (["--lr", "0.1"], ["--lr", "0.2"], ["optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1", "the same command"]),
         # What one rank alone does before or after training would leave it waiting for the others.
         ([], ["--resume"], ["run.resume is False on rank 0 and True on rank 1"]),
         ([], ["--epoch", "3"], ["rank 1: unknown argument '--epoch'"]),

@@ -103,6 +103,7 @@ FLAGS = {
     "head": ["multi-level", "last"],
     "head_fit": ["exact", "kernel"],
     "pool": ["1"],
+    "tokens": ["mean"],
     "centres": ["10"],
     "flips": ["off", "on"],
     "epochs": ["2"],
@@ -157,7 +158,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("image_column", "label_column", "label_delimiter", "split_column", "test_table"), "for tables of labels"
     ),
-    "tensorboard": "a library that need not be there",
+    "track": "a library that need not be there",
 }
 MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "stays", "peak_memory_bytes")
 """What keys end with whose values another run of the same settings does not have."""

@@ -54,7 +54,7 @@ ALLOWED = {
         "timing",
         "wording",
     },
-    "report": {"errors", "config", "runs", "wording"},
+    "report": {"errors", "config", "metrics", "runs", "wording"},
     "doctor": {"errors", "memory", "torchvision_shim", "wording"},
     "allocator": {"memory"},
     "cache": {"errors", "files", "wording"},
@@ -63,7 +63,7 @@ ALLOWED = {
     "plain_load": {"errors"},
     "plain_yaml": set(),
     "torchvision_shim": set(),
-    "runs": {"errors", "files", "config", "wording", "plain_load", "plain_yaml"},
+    "runs": {"errors", "files", "config", "metrics", "wording", "plain_load", "plain_yaml"},
     "optim": {"errors", "config", "tasks"},
     "cli": {
         "errors",

@@ -56,8 +56,12 @@ def test_those_of_labels() -> None:
 
 def test_those_of_numbers() -> None:
     labels = RNG.normal(size=(97, 5)).astype(np.float32)
-    found = Numbers(5).metrics(LOGITS, labels)
-    assert found == {"r2": reference.r2_score(labels, LOGITS), "mae": reference.mean_absolute_error(labels, LOGITS)}
+    found, said = Numbers(5).metrics(LOGITS, labels), LOGITS.astype(np.float64)
+    truth = labels.astype(np.float64)
+    assert found == {"r2": reference.r2_score(truth, said), "mae": reference.mean_absolute_error(truth, said)}
+    task, standardised = Numbers(5).standardised(torch.from_numpy(labels * 7 + 3), torch.arange(97) % 2 == 0)
+    inside = task.metrics(task.from_units(torch.from_numpy(LOGITS * 7 + 3)).numpy(), standardised.numpy())
+    assert inside["r2"] == pytest.approx(found["r2"], abs=1e-4) and inside["mae"] == pytest.approx(7 * found["mae"])
     assert Numbers(5, metric="mae").decides(found) == -found["mae"] and Numbers(5).decides(found) == found["r2"]
 
 

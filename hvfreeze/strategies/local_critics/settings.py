@@ -23,6 +23,7 @@ class LocalCriticsConfig(CutConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"model": "resnet20"}
     blocks = "residual"
     batch_statistics = True
+    takes_any_labels = False
 
     def ranks_per_replica(self, ranks: int) -> int:
         """Return the number of ranks: they are one pipeline."""

@@ -31,6 +31,7 @@ class SharedTrunkConfig(CutConfig):
     builder = "hvfreeze.strategies.shared_trunk.build:open_shared_trunk"
     page = "shared-trunk"
     many_heads = batch_statistics = True
+    takes_any_labels = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -283,7 +283,7 @@ def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:
     try:
         run(config, trial.world)
     except NumericsError as error:
-        assert "not finite" in str(error) and error.everywhere
+        assert "NaN or Inf" in str(error) and error.everywhere
         assert not list(Path(config.run.run_dir).glob("checkpoints/step-*.pt")), "numbers that are not finite are kept"
     else:
         raise AssertionError("nobody noticed")

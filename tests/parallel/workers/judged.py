@@ -10,14 +10,28 @@ import torch
 from sklearn import metrics as reference
 
 from hvfreeze.comm.world import World
+from hvfreeze.inference.card import read_card
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 from hvfreeze.training.evaluation import Kept, Score, judged
+from tests.parallel.workers.checking import let_models_be_small
+from tests.parallel.workers.runs import Runs, stopped_solving
 
 SAMPLES = 57
 
 
-def setting(world: World, root: Path) -> World:
-    return world
+AUTO: dict[str, Any] = {
+    "model": "shufflenet_v2_x0_5",
+    "freeze": "auto",
+    "weights": "none",
+    "train_samples": 48,
+    "batch_size": 8,
+    "epochs": 1,
+}
+
+
+def setting(world: World, root: Path) -> Runs:
+    let_models_be_small()
+    return Runs(world, root, AUTO)
 
 
 def found(world: World, task: Task, logits: Any, labels: Any) -> Score:
@@ -28,7 +42,23 @@ def found(world: World, task: Task, logits: Any, labels: Any) -> Score:
     return judged({"model": Score(1.0, 0.5)}, {"model": kept}, task, world, chooses=False)["model"]
 
 
-def check_metrics_are_those_of_scikit_learn(world: World) -> None:
+def check_runs_on_several_labels_and_on_numbers_go_on_where_they_stopped(runs: Runs) -> None:
+    for name, metric in (("pairs", "macro_f1"), ("turned", "mae")):
+        data = f"tests.several:{name}"
+        straight = runs(f"{name}-straight", data=data)
+        # While the solver works, after a round whose thresholds were chosen.
+        stopped_solving(runs, f"{name}-stopped", when=lambda count, note: count == 0, data=data)
+        resumed = runs(f"{name}-stopped", data=data, resume=True)
+        assert resumed["parameter_digest"] == straight["parameter_digest"], name
+        assert resumed[f"test_{metric}"] == straight[f"test_{metric}"]
+        if runs.world.rank == 0:
+            cards = [read_card(runs.root / f"{name}-{which}" / "model.yaml") for which in ("straight", "stopped")]
+            assert cards[0].thresholds == cards[1].thresholds and cards[0].unit == cards[1].unit
+            assert len(cards[0].thresholds) == (5 if name == "pairs" else 0)
+
+
+def check_metrics_are_those_of_scikit_learn(runs: Runs) -> None:
+    world = runs.world
     draw = np.random.default_rng(0)
     logits = draw.normal(size=(SAMPLES, 4)).astype(np.float32)
     classes, several = draw.integers(0, 4, SAMPLES), (draw.random((SAMPLES, 4)) < 0.4).astype(np.float32)
@@ -49,8 +79,9 @@ def check_metrics_are_those_of_scikit_learn(world: World) -> None:
         "macro_f1": reference.f1_score(several, logits > 0, average="macro"),
         "accuracy": reference.accuracy_score(several, logits > 0),
     }
-    score = found(world, Numbers(4), logits, logits**3)
+    numbers = logits**3
+    score = found(world, Numbers(4), logits, numbers)
     assert score.metrics == {
-        "r2": reference.r2_score(logits**3, logits),
-        "mae": reference.mean_absolute_error(logits**3, logits),
+        "r2": reference.r2_score(numbers.astype(np.float64), logits.astype(np.float64)),
+        "mae": reference.mean_absolute_error(numbers.astype(np.float64), logits.astype(np.float64)),
     }

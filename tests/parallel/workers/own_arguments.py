@@ -143,7 +143,7 @@ def check_what_cannot_be_is_refused_by_name(world: World) -> None:
     raises(ValueError, "gradient_predivide_factor (2.0)", lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0))
     raises(ValueError, "backward_passes_per_step (0)", lambda: wrap(backward_passes_per_step=0))
     first = next(model.parameters())
-    for groups, words in ((0, "at least 1"), ([["a"]], "lists of parameters"), ([[first], [first]], "one of them")):
+    for groups, words in ((0, "at least 1"), ([["a"]], "lists of parameters"), ([[first], [first]], "in two groups")):
         raises(ArgumentError, words, lambda groups=groups: wrap(groups=groups))  # type: ignore[misc]
     raises(UsageError, "call hvd.add_process_set() first", lambda: wrap(process_set=hvd.ProcessSet([0])))
 

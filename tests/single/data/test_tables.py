@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "two classes": (
         [*SPLIT, "1.png,owl,train"],
         {},
-        "line 7, column label: 1.png is 'owl' here and 'cat' on line 3; keep one, or give all labels",
+        "line 7, column label: 1.png is 'owl' here and 'cat' on line 3; keep one; for several labels",
     ),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,16 @@ from hvfreeze.heads.features import (
     MeanWithMirrorImage,
     before_last_layer,
     every_block,
-    laid_out,
+    grid_of,
+    part_of,
     pooled,
+    token_forms,
 )
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.early_exits import add_exits
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.modes import in_evaluation
+from hvfreeze.torchvision_shim import torchvision
 
 
 def small_chain() -> Chain:
@@ -135,7 +140,7 @@ def test_a_blocks_output_is_laid_out_as_the_head_reads_it(name: str) -> None:
         x = images
         for number, block in enumerate(chain.blocks[:-1]):
             x = block(x)
-            parts.append(pooled(laid_out(read, number, x), 2))
+            parts.append(part_of(read, number, x))
         torch.testing.assert_close(torch.cat(parts, 1), read(images))
 
 
@@ -143,7 +148,39 @@ def test_a_blocks_output_is_laid_out_as_the_head_reads_it(name: str) -> None:
 def test_tokens_are_laid_out_by_block(last: bool) -> None:
     block, images = Tokens(last=last), torch.randn(2, 3, 16, 16)
     read = every_block(turned_chain(block), pool=2, example=images)
-    assert pooled(laid_out(read, 0, block(images)), 2).equal(read(images))
+    assert part_of(read, 0, block(images)).equal(read(images))
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "swin_t", "resnet18"])
+def test_tokens_are_read_as_class_token_mean_or_grid(name: str) -> None:
+    vit: Any = torchvision.models.VisionTransformer
+    small = vit(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=3)
+    model = small if name == "vit_b_16" else build_model(name, num_classes=3, image_size=32).model
+    chain, images = cut_into_blocks(model.eval(), scheme="residual"), torch.randn(2, 3, 32, 32)
+    forms = token_forms(chain, example=images)
+    assert forms == (("mean", "class", "grid") if name == "vit_b_16" else ())
+    for form in forms[1:]:
+        with torch.no_grad():
+            read = every_block(chain, pool=2, example=images, tokens=form)
+            tokens = chain.run(images, 0, 2)
+            expected = tokens[:, 0]
+            if form == "grid":
+                expected = functional.adaptive_avg_pool2d(tokens[:, 1:].mT.reshape(2, 16, 4, 4), 2).flatten(1)
+            assert part_of(read, 1, tokens).equal(expected)
+            torch.testing.assert_close(read(images)[:, expected.shape[1] : 2 * expected.shape[1]], expected)
+
+
+def test_patches_are_a_grid_of_the_images_proportions() -> None:
+    assert [grid_of(count, (32, 32)) for count in (16, 17, 21)] == [(0, 4, 4), (1, 4, 4), (5, 4, 4)]
+    assert grid_of(25, (32, 48)) == (1, 4, 6) and grid_of(24, (48, 32)) == (0, 6, 4) and grid_of(2, (8, 8)) == (1, 1, 1)
+    assert grid_of(30, (32, 32)) == (5, 5, 5) and grid_of(60, (32, 32)) is None
+    chain = turned_chain(Tokens(last=False))
+    images = torch.randn(2, 3, 16, 16)
+    assert "class" not in token_forms(chain, example=images)
+    with pytest.raises(
+        UsageError, match=r"--tokens \(class\): among \d+ tokens there is no class token; pass --tokens mean"
+    ):
+        every_block(chain, pool=2, example=images, tokens="class")(images)
 
 
 def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:

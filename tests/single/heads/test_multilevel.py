@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import HeadConfig
-from hvfreeze.errors import RefusedError
 from hvfreeze.heads.linear import fit_linear
-from hvfreeze.heads.multilevel import MultiLevelClassifier, export, head_of, solvable_chain, take
+from hvfreeze.heads.multilevel import MultiLevelClassifier, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.inference.export import write_torch
 from hvfreeze.tasks import Classes
 from tests.single.heads.test_features import small_chain
 
@@ -65,9 +63,7 @@ def loads_and_runs_elsewhere(
         assert torch.equal(other(images), logits)
 
     torch.save((images, logits), folder / "pair.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        export(classifier, folder / "classifier.pt2", example=images[:2])
+    write_torch(classifier, folder / "classifier.pt2", images, {})
     reader = subprocess.run([sys.executable, "-c", READER], cwd=folder, capture_output=True, text=True, timeout=120)
     assert reader.returncode == 0, reader.stderr
 
@@ -92,14 +88,3 @@ def test_a_solvable_chain_is_the_model_in_two_blocks(head: str) -> None:
     if head == "last":
         assert solvable.model is chain.model
         assert torch.equal(solvable(images), chain(images))
-
-
-class Undecided(nn.Module):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images if images.sum().item() > 0 else -images
-
-
-def test_a_module_that_torch_cannot_follow_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="Undecided cannot be exported"):
-        export(Undecided(), tmp_path / "classifier.pt2", example=torch.randn(2, 3))
-    assert not (tmp_path / "classifier.pt2").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_auto_ends_in_a_model_that_answers_without_the_folder(kind: str, tmp_pat
     run = tmp_path / "run"
     outcome = call("auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run))
     assert outcome.returncode == 0 and "weights DEFAULT" in outcome.stdout, str(outcome)
+    assert ("tokens: " in outcome.stdout) == (kind == "vit"), str(outcome)
     (tmp_path / "hub").rename(tmp_path / "gone")
     outcome = call("evaluate", str(run))
     assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
@@ -336,3 +338,30 @@ def test_another_process_finds_the_same_operations_and_another_configuration_has
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     here = digest_of(str(tmp_path / "a"))
     assert done.stdout.strip() == here and here != digest_of(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("tokens", ["class", "grid"])
+def test_a_head_reads_the_tokens_that_were_chosen_in_training_and_after(tmp_path: Path, tokens: str) -> None:
+    save_small("dinov2_with_registers", tmp_path / "hub")
+    run, given = tmp_path / "run", ("--head", "multi-level", "--head-fit", "kernel", "--augment", "none")
+    train = ("train", *SMALL[:2], *SMALL[4:], *given, "--pool", "2", "--tokens", tokens, "--run-dir", str(run))
+    outcome = call(*train, "--model", f"hf:{tmp_path / 'hub'}")
+    assert outcome.returncode == 0 and "tokens:" not in outcome.stdout, str(outcome)
+    assert load_model(run).card.head.startswith(f"kernel:2:{tokens}")
+    outcome = call("evaluate", str(run))
+    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
+
+
+def test_the_form_of_tokens_with_the_least_loss_is_taken(tmp_path: Path) -> None:
+    save_small("vit", tmp_path / "hub", hidden_dropout_prob=0.0)
+    run = tmp_path / "run"
+    outcome = call(
+        "auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run), "--flips", "off"
+    )
+    assert outcome.returncode == 0, str(outcome)
+    line = next(line for line in outcome.stdout.splitlines() if "tokens: " in line)
+    losses = {form: float(loss) for loss, form in re.findall(r"([0-9.]+) (mean|class|grid)", line)}
+    best = re.search(r"tokens: (\w+)", line)
+    assert best is not None and losses.keys() == {"mean", "class", "grid"}
+    assert losses[best[1]] == min(losses.values())
+    assert load_model(run).card.tokens == best[1]

@@ -1,0 +1,207 @@
+"""Data sets of Hugging Face's library on disk: saved ones, image folders and Parquet files, by their features.
+
+Columns are found by their types: an Image, and a ClassLabel or a column with a usual name. The labels are then read as
+those of a table, whose rows have numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from hvfreeze.data.folders import held_out_rows
+from hvfreeze.data.shards import Ids
+from hvfreeze.data.split_names import split_of
+from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
+from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_in, usual
+from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.tasks import TASKS
+from hvfreeze.user_code import HF
+
+BETWEEN = "\x1f"
+"""Between the labels in a cell that holds a list."""
+
+
+class HubSplit:
+    """Rows of a data set as a map-style Dataset, see `data.own`."""
+
+    flips = True
+
+    def __init__(self, name: str, data: Any, column: str, labels: Labels, targets: Any, rows: Ids) -> None:
+        self._name, self._images, self._column, self._rows = name, data.select_columns([column]), column, rows
+        self.classes, self.task = labels.names, labels.kind
+        self.targets = targets[rows].tolist()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
+        """Return a PIL image and its label."""
+        return self._images[int(self._rows[row])][self._column], self.targets[row]
+
+
+def path_of(name: str) -> Path:
+    """Return the path in hf:PATH."""
+    return Path(name.removeprefix(HF))
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return the splits of a data set by their names; a first call may copy it into the library's cache.
+
+    Raises:
+        UsageError: the library is not installed.
+        RefusedError: there is no such file or folder, or it is no data set.
+    """
+    path = path_of(name)
+    try:
+        library: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UsageError(f"--data ({name}) needs datasets ({error}): pip install datasets") from error
+    if not path.exists():
+        raise RefusedError(
+            f"--data ({name}): {path} does not exist; name a local file or folder, which hf download --repo-type "
+            "dataset NAME --local-dir DIR makes of a repository"
+        )
+    library.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    try:
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            found = library.load_from_disk(str(path))
+        elif path.suffix.lower() == PARQUET:
+            found = library.load_dataset("parquet", data_files=str(path))
+        else:
+            found = library.load_dataset(str(path.absolute()))
+    except Exception as error:  # the library raises errors of many kinds on damaged data
+        raise RefusedError(f"--data ({name}) cannot be read as a data set: {one_line(error)}; restore it") from error
+    return dict(found) if isinstance(found, Mapping) else {"train": found}
+
+
+def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str]]:
+    """Return the splits `train` and `test`, and notes.
+
+    Raises:
+        UsageError: a column was named that is not there, or none is known for the images or the labels.
+        RefusedError: as `load`, or a label is missing; names split, row and column.
+    """
+    found, notes = load(name), list[str]()
+    splits = splits_of(found)
+    if "train" not in splits:
+        raise RefusedError(f"--data ({name}) has no training split: its splits are {', '.join(found)}")
+    tested = next((split for split in ("test", "val") if split in splits), None)
+    train = rows_of(name, splits["train"], found[splits["train"]], columns)
+    labels = labels_of(train, found[splits["train"]], columns)
+    notes.append(f"{name}: {train.chosen.in_words()}")
+    sets: dict[str, HubSplit] = {}
+    if tested is None:
+        given = labels.of(train)
+        task = TASKS[labels.kind](len(labels.names))
+        kept, held, note = held_out_rows(task, torch.from_numpy(given), f"{name} has no test split")
+        for part, rows in (("train", kept), ("test", held)):
+            sets[part] = HubSplit(name, found[splits["train"]], train.chosen.image, labels, given, rows)
+        return sets, [*notes, note]
+    if tested == "val":
+        notes.append(f"the split {splits['val']} serves as the test set")
+    for part, called in (("train", splits["train"]), ("test", splits[tested])):
+        data = found[called]
+        own = train if part == "train" else rows_of(name, called, data, columns)
+        sets[part] = HubSplit(name, data, own.chosen.image, labels, labels.of(own), np.arange(len(data)))
+    return sets, notes
+
+
+def open_test(name: str, columns: Columns, labels: Labels) -> HubSplit:
+    """Return the test split, or the only one, with labels that a model knows."""
+    found = load(name)
+    splits = splits_of(found)
+    part = next((splits[split] for split in ("test", "val") if split in splits), next(iter(found)))
+    rows = rows_of(name, part, found[part], columns)
+    return HubSplit(name, found[part], rows.chosen.image, labels, labels.of(rows), np.arange(len(found[part])))
+
+
+def splits_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the splits train, val and test."""
+    named = {called: split_of(called) for called in found}
+    return {split[0]: called for called, split in named.items() if split is not None and not split[1]}
+
+
+def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
+    """Return the labels of a split as cells of a table."""
+    features = data.features
+    image = columns.image or single(name, "image", columns_with(features, "Image"), features)
+    typed = [key for key in features if is_class_label(features[key])]
+    table = Table(
+        path=Path(f"{name} {split}"),
+        names=tuple(features),
+        column=lambda key: cells_of(data, key),
+        lines=range(1, len(data) + 1),
+        unit="row",
+    )
+    if columns.label is not None:
+        labels = tuple(columns.label.split(","))
+    else:
+        known = typed if len(typed) == 1 else usual(table, LABEL)
+        labels = (single(name, "label", known, features),)
+    for what, key in (("image", image), *(("label", each) for each in labels)):
+        if key not in features:
+            raise UsageError(f"--{what}-column ({key}) is no column of {name}, which has {', '.join(features)}")
+    if type(features[image]).__name__ != "Image":
+        raise UsageError(f"--image-column ({image}) of {name} holds no images, but {features[image]}")
+    cells = list(zip(*(table.column(key) for key in labels)))
+    return Rows(table, Chosen(image, labels, None), list(range(len(data))), [""] * len(data), cells)
+
+
+def labels_of(rows: Rows, data: Any, columns: Columns) -> Labels:
+    """Return how labels are read: by the names of a ClassLabel, in their order, else as those of a table."""
+    feature = data.features[rows.chosen.labels[0]]
+    inner = getattr(feature, "feature", None)
+    if len(rows.chosen.labels) == 1 and columns.task in ("auto", "classes") and hasattr(feature, "names"):
+        return Labels("classes", tuple(feature.names))
+    if inner is not None or isinstance(feature, list):
+        names = getattr(inner, "names", None)
+        if names is not None:
+            return Labels("labels", tuple(names), BETWEEN)
+        if "float" in str(inner):
+            raise UsageError(
+                f"--label-column ({rows.chosen.labels[0]}): lists of fractions are not read; use a column each"
+            )
+        columns = Columns(delimiter=BETWEEN)
+    return labels_in(rows, columns)
+
+
+def cells_of(data: Any, key: str) -> list[str]:
+    """Return a column as text: names of classes, and of a list all entries."""
+    feature = data.features[key]
+    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+
+    def text(value: Any) -> str:
+        if names is not None and isinstance(value, int):
+            # Data sets without labels have -1.
+            return names[value] if 0 <= value < len(names) else ""
+        return text_of(value)
+
+    values: Sequence[Any] = data.with_format(None)[key][:]
+    return [BETWEEN.join(map(text, value)) if isinstance(value, (list, tuple)) else text(value) for value in values]
+
+
+def is_class_label(feature: Any) -> bool:
+    """Tell whether a column has classes, or lists of them."""
+    return hasattr(feature, "names") or hasattr(getattr(feature, "feature", None), "names")
+
+
+def columns_with(features: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the columns of a type."""
+    return [key for key, feature in features.items() if type(feature).__name__ == kind]
+
+
+def single(name: str, what: str, found: Sequence[str], features: Mapping[str, Any]) -> str:
+    """Return the only column that is known for something. Raises UsageError where there are none, or several."""
+    if len(found) == 1:
+        return found[0]
+    why = f"has several columns for the {what}: {', '.join(found)}" if found else f"has no column for the {what}"
+    raise UsageError(f"--data ({name}) {why}; name it with --{what}-column (columns: {', '.join(features)})")

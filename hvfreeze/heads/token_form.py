@@ -1,0 +1,93 @@
+"""What a head reads of a transformer's tokens: found out once, on a few training samples, before the recipe.
+
+A kernel head is fitted to the features of all blocks for each form, and each sample is left out in turn, as for
+`hvfreeze.heads.flips`. The form with the least loss is taken; no test sample takes part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.world import World
+from hvfreeze.data.batches import TrainFeed, announce, padded_batches
+from hvfreeze.data.decoding import Images
+from hvfreeze.data.views import Augment
+from hvfreeze.errors import NumericsError
+from hvfreeze.heads.features import every_block, part_of, token_forms
+from hvfreeze.heads.flips import POOL, some_samples
+from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.model.blocks import Chain
+from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.tasks import Task
+
+
+@dataclass(frozen=True)
+class TokenTrial:
+    """The leave-one-out losses of heads by what they read of tokens, equal on all ranks."""
+
+    losses: dict[str, float]
+    samples: int
+
+    @property
+    def best(self) -> str:
+        """The form with the least loss."""
+        return min(self.losses, key=self.losses.__getitem__)
+
+    def line(self) -> str:
+        """Return it in words."""
+        losses = ", ".join(f"{loss:.3f} {form}" for form, loss in self.losses.items())
+        return f"tokens: {self.best} (leave-one-out loss of {self.samples} samples: {losses}); --tokens fixes the form"
+
+
+def try_token_forms(
+    chain: Chain, feed: TrainFeed, image_shape: tuple[int, ...], *, task: Task, place: int, world: World
+) -> TokenTrial | None:
+    """Return how good the forms are; None where no block gives tokens, or there are too few samples. Collective.
+
+    Neither the model nor torch's generator changes. For the arguments see `hvfreeze.heads.flips.find_out`.
+    """
+    example = torch.zeros(1, *image_shape)
+    forms, ids = token_forms(chain, example=example), some_samples(feed)
+    if len(forms) < 2 or ids is None:
+        return None
+    images = feed.images.shown(Augment("none", 1), mirrors=False)
+    assert isinstance(images, Images), "a text has no head to fit"
+    # Of a replica one rank reads the samples that it alone has.
+    own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
+
+    def see() -> list[RowsInMemory]:
+        reads = [every_block(chain, pool=POOL, example=example, tokens=form) for form in forms]
+        columns = [[read(example)[:0]] for read in reads]
+        batches = padded_batches(own, images.labels_of, 50)
+        announce(images, batches)
+        for batch in batches:
+            x = images.load(batch.ids, batch.views)
+            parts: list[list[torch.Tensor]] = [[] for _ in forms]
+            for number, block in enumerate(chain.blocks[:-1]):
+                x = block(x)
+                for read, found in zip(reads, parts):
+                    found.append(part_of(read, number, x)[: batch.counted])
+            for column, found in zip(columns, parts):
+                column.append(torch.cat(found, 1))
+        samples = torch.from_numpy(own)
+        labels = images.labels[samples]
+        known = labels, torch.ones(len(own), dtype=torch.bool), samples, task.weights_of(labels)
+        return [RowsInMemory(torch.cat(column), *known) for column in columns]
+
+    with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
+        rows = raise_on_all_ranks(world, see, name="tokens")
+    losses = {}
+    for form, some in zip(forms, rows):
+        try:
+            fit = fit_kernel(some, task=task, world=world, memory_bytes=0)
+        except NumericsError:
+            # On all ranks; training says what is wrong.
+            return None
+        assert fit is not None and fit.chosen is not None, "nobody stops it"
+        losses[form] = fit.chosen.held_out_loss
+    return TokenTrial(losses, len(ids))

@@ -1,0 +1,90 @@
+"""`hvfreeze evaluate` of a model that gives several labels a sample, or numbers.
+
+DIR/evaluation.json               metrics, and the mean loss
+DIR/labels.csv, numbers.csv       metrics of every label, or number
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvfreeze.data.images import BrokenImagesError
+from hvfreeze.inference.exits import Answering
+from hvfreeze.inference.model import Applied
+from hvfreeze.inference.predict import Decode, answers
+from hvfreeze.metrics import in_words
+from hvfreeze.report.tables import to_csv, write_text
+from hvfreeze.runs.reading import printable
+from hvfreeze.runs.record import finite
+from hvfreeze.wording import on_one_line
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """What answers come to."""
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+    """Of each label or number."""
+    loss: float
+    count: int
+    unanswered: int
+    left_out: tuple[str, ...]
+    """Why each sample that is not counted cannot be used."""
+
+    def in_words(self, applied: Applied, name: str) -> str:
+        """Return lines of text."""
+        first = f"{applied.card.model} on {self.count} {name}: {in_words(self.metrics)}, loss {self.loss:.4f}"
+        cells = [[on_one_line(shown(value)) for value in row.values()] for row in self.rows]
+        table = [list(self.rows[0]), *cells]
+        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+        lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
+        return printable("\n".join([first, *lines]))
+
+    def write(self, applied: Applied, name: str, out: Path) -> None:
+        """Write the numbers to the folder `out`."""
+        found = {
+            "samples": self.count,
+            "left_out": len(self.left_out),
+            **self.metrics,
+            "loss": self.loss,
+            "data": printable(name),
+            "model": applied.card.model,
+            "parameter_digest": applied.card.parameter_digest,
+        }
+        write_text(out / "evaluation.json", json.dumps(finite(found), indent=1) + "\n")
+        write_text(out / f"{applied.card.task}.csv", to_csv(self.rows))
+
+
+def shown(value: Any) -> str:
+    """Return a cell of a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def measure_answers(
+    applied: Applied, decode: Decode, labels: Tensor, answer: Answering, *, batch_size: int | None
+) -> Answered:
+    """Return what the model's answers for all samples come to; `labels` are in the user's units.
+
+    Raises:
+        BrokenImagesError: no sample can be used; names all of them.
+    """
+    task, bad = applied.card.answers, dict[int, str]()
+    logits, used, unanswered = torch.zeros(labels.shape), torch.zeros(len(labels), dtype=torch.bool), 0
+    for rows, found in answers(applied, decode, len(labels), batch_size=batch_size, answer=answer, bad=bad):
+        answer.take(len(found))
+        logits[rows], used[rows] = found, True
+        unanswered += sum(not task.answered(one) for one in found)
+    if bad and not used.any():
+        raise BrokenImagesError([printable(reason) for reason in bad.values()])
+    logits, truth = logits[used], task.from_units(labels[used])
+    said, known = task.kept(logits).numpy(), truth.numpy()
+    loss = float(task.losses(logits.double(), truth).mean())
+    table = task.by_output(said, known, applied.classes)
+    return Answered(task.metrics(said, known), table, loss, len(truth), unanswered, tuple(bad.values()))

@@ -1,0 +1,214 @@
+"""`hvfreeze export`: a finished run's model as a file that runs without hvfreeze, checked against the model.
+
+ONNX and PyTorch files take pixels, (batch, 3, H, W) uint8 in RGB, and contain the normalization, the network and the
+head, also a fitted one; H and W, and how images are made to fit, are in the file. Safetensors files are a state_dict.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hvfreeze import __version__
+from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.inference.card import Preparation
+from hvfreeze.inference.evaluate import own_samples
+from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.weights import read_weights
+from hvfreeze.runs.files import publish
+from hvfreeze.runs.reading import printable
+from hvfreeze.wording import plural
+
+INPUT, OUTPUT = "pixels", "logits"
+"""Names in a file."""
+IMAGES = 16
+"""Images that a file is checked on."""
+WORST = 1e-2
+"""The largest difference of a good file, as a share of the largest answer; rounding gives 1e-6 to 1e-4."""
+LONGEST = 200
+"""Characters of an exporter's message."""
+Run = Callable[[Tensor], Tensor]
+"""Pixels -> answers, by a file."""
+
+
+class Format(NamedTuple):
+    """A kind of file."""
+
+    suffix: str
+    libraries: tuple[str, ...]
+    write: Callable[[FromPixels, Path, Tensor, Mapping[str, str]], Run]
+    """Writes it, and returns what runs it."""
+
+
+class FromPixels(nn.Module):
+    """A model with its normalization: (batch, 3, H, W) uint8 pixels to (batch, outputs) float32."""
+
+    def __init__(self, applied: Applied) -> None:
+        super().__init__()
+        self.model = applied.model
+        self._normalised = applied.preparation.normalised
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the answers."""
+        found: Tensor = self.model(self._normalised(pixels))
+        return found.float()
+
+
+def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
+    """Write a finished run's model to the file `out`, and print how far its answers are from the model's; return 0.
+
+    The default of `out` is NAME.onnx, NAME.pt2 or NAME.safetensors in the run directory.
+
+    Raises:
+        UsageError: a library is missing, or the model reads text.
+        RefusedError: there is no finished model, it cannot be written in this format, or the file answers otherwise.
+    """
+    kind = FORMATS[form]
+    for library in kind.libraries:
+        try:
+            import_module(library)
+        except ImportError as error:
+            raise UsageError(
+                f"--format ({form}) needs other libraries ({error}): pip install {' '.join(kind.libraries)}"
+            ) from error
+    applied = load_model(run_dir, name=name, trust_code=trust_code)
+    path = out or run_dir / f"{name}{kind.suffix}"
+    if path.suffix != kind.suffix:
+        raise UsageError(f"--out ({path}) must end in {kind.suffix} with --format {form}")
+    pixels, what = pixels_to_check(applied, run_dir, trust_code=trust_code)
+    module = FromPixels(applied)
+    with torch.no_grad(), in_evaluation(module):
+        wanted = module(pixels)
+        run = kind.write(module, path, pixels, facts(applied))
+        largest = worst_difference(run, pixels, wanted)
+    scale = float(wanted.abs().max())
+    if not largest <= WORST * max(scale, 1e-6):
+        path.unlink(missing_ok=True)
+        raise RefusedError(
+            f"{path} is removed: on {what} its answers differ by up to {largest:.2g}, and the largest answer is "
+            f"{scale:.2g}; use another --format"
+        )
+    print(printable(f"{path}: {card_line(applied)}"))
+    print(f"checked on {what}: largest difference {largest:.2g}, largest answer {scale:.2g}")
+    return 0
+
+
+def worst_difference(run: Run, pixels: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference of a file's answers, for all images together and for the first one alone."""
+    found = [(run(pixels), wanted), (run(pixels[:1]), wanted[:1])]
+    return max(float((answers - right).abs().max()) for answers, right in found)
+
+
+def pixels_to_check(applied: Applied, run_dir: Path, *, trust_code: bool) -> tuple[Tensor, str]:
+    """Return (N, 3, H, W) uint8 pixels of images that the run was evaluated on, else random ones, and what they are."""
+    preparation = applied.preparation
+    with suppress(HvfreezeError):
+        samples = own_samples(applied, run_dir, trust_code=trust_code)
+        pixels = list[Tensor]()
+        for row in range(len(samples.labels)):
+            with suppress(HvfreezeError):
+                pixels.append(torch.from_numpy(samples.decode(row)))
+            if len(pixels) == IMAGES:
+                break
+        if len(pixels) > 1:
+            return torch.stack(pixels), f"{plural(len(pixels), 'image')} of the run"
+    draws = torch.Generator().manual_seed(0)
+    shape = (IMAGES, 3, preparation.height, preparation.width)
+    random = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draws)
+    return random, f"{IMAGES} random images, because the run's cannot be read"
+
+
+def facts(applied: Applied) -> dict[str, str]:
+    """Return what whoever uses the file must know, as texts."""
+    card, preparation = applied.card, applied.preparation
+    return {
+        "classes": json.dumps(list(applied.classes), ensure_ascii=False),
+        "preparation": json.dumps(asdict(preparation)),
+        "model": card.model,
+        "head": card.head,
+        "accuracy": json.dumps(card.accuracy),
+        "parameter_digest": card.parameter_digest,
+        "hvfreeze": __version__,
+    }
+
+
+def card_line(applied: Applied) -> str:
+    """Return what a file holds, for a line."""
+    preparation: Preparation = applied.preparation
+    answers = plural(len(applied.classes), "class", "classes")
+    return f"{applied.card.model}, {answers}, images of {preparation.width}x{preparation.height} pixels"
+
+
+def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
+    """Write an ONNX file, whose batch axis is dynamic."""
+    with exporting(module, "ONNX"):
+        program: Any = torch.onnx.export(
+            module,
+            (pixels[:2],),
+            dynamo=True,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        )
+        proto = program.model_proto
+        for key, value in facts.items():
+            proto.metadata_props.add(key=key, value=value)
+        data = proto.SerializeToString()
+    publish(path, [data])
+    runtime: Any = import_module("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda some: torch.from_numpy(session.run(None, {INPUT: some.numpy()})[0])
+
+
+def write_torch(module: nn.Module, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
+    """Write a file for `torch.export.load(path).module()`, whose batch axis is dynamic."""
+    with exporting(module, "a torch.export program"):
+        dynamic = ({0: torch.export.Dim("batch", min=1)},)
+        program = torch.export.export(module, (pixels[:2],), dynamic_shapes=dynamic)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.export.save(program, path, extra_files={"facts.json": json.dumps(dict(facts))})
+        read: Run = torch.export.load(path).module()
+    return read
+
+
+def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
+    """Write the state_dict of the model."""
+    library: Any = import_module("safetensors.torch")
+    state = {name: tensor.detach().clone().contiguous() for name, tensor in module.model.state_dict().items()}
+    publish(path, [library.save(state, metadata=dict(facts))])
+    # Into the same module: any other would be built in the same way.
+    module.model.load_state_dict(read_weights(str(path)))
+    return module
+
+
+FORMATS = {
+    "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
+    "torch": Format(".pt2", (), write_torch),
+    "safetensors": Format(".safetensors", ("safetensors",), write_safetensors),
+}
+
+
+@contextmanager
+def exporting(module: nn.Module, what: str) -> Iterator[None]:
+    """Leave out what torch's exporters warn of, and make a RefusedError of whatever they raise."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except HvfreezeError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:LONGEST] or type(error).__name__
+        name = type(getattr(module, "model", module)).__name__
+        raise RefusedError(f"{name} cannot be exported as {what}: {reason}") from error

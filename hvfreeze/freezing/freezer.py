@@ -51,7 +51,7 @@ class Freezer:
         held: the blocks lo..hi-1 of this rank, if the chain is cut over ranks; None is all.
         join: sums the observations of the ranks that hold different blocks; a collective among them.
         work: each block's share of the time of a step, for criteria that use it; empty: equal shares.
-        looks_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
+        probes_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
             user's training loop; if not, by `probe`, whenever `needs_probe` is True.
 
     Attributes:

@@ -302,7 +302,7 @@ class CachedLoader:
 
     def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
         inputs: Inputs | None = None
-        if self._freezer.looking:
+        if self._freezer.probing:
             # Its backward pass is to reach the frozen blocks.
             inputs, labels = self._passes.read(ids, views)
             return BatchActivations.of(0, None, inputs, count=len(ids)), labels

@@ -291,7 +291,7 @@ def check_other_numbers_of_passes_are_refused(world: World) -> None:
     raises(lambda: backward(named, gradients(0, 0)), "use begin(passes=N)")
     reducer.begin(passes=2)
     backward(named, gradients(0, 0))
-    raises(reducer.finish, "finish() after 1 of 2 backward passes")
+    raises(reducer.finish, "finish() was called after 1 of the 2 backward passes")
     backward(named, gradients(0, 0))
     reducer.finish()
 

@@ -588,7 +588,7 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
         whole_batches=not config.head.solved,
         holds_out=holds_out,
     )
-    remedy = "start all ranks with one command, on equal data"
+    remedy = "start all ranks with the same command, on equal data"
     if ":" in config.data.data:
         remedy = (
             "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"

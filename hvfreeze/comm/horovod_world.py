@@ -223,7 +223,9 @@ class HorovodWorld(World):
             yield
         except self._hvd.HorovodInternalError as error:
             if "ismatched" in str(error):
-                raise DivergedError(f"ranks disagree in collective '{name}': {error}") from error
+                raise DivergedError(
+                    f"ranks disagree in collective '{name}': {error}; start all ranks with the same command"
+                ) from error
             raise StallError(f"another rank ended or did not take part in collective '{name}': {error}") from error
 
     def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:

@@ -298,7 +298,9 @@ def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_
     try:
         return replace(known.rates, free_bytes=free_bytes(directory))
     except OSError as error:
-        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
+        raise CacheFault(
+            f"cache directory {directory} cannot be measured ({error}); choose another --cache-dir"
+        ) from error
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:

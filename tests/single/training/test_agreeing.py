@@ -26,7 +26,9 @@ class First(SoloWorld):
 
 @pytest.mark.parametrize("what", ["torch", "torchvision", "pillow", "horovod", "hvfreeze", "source"])
 def test_a_rank_that_runs_something_else_is_named(what: str) -> None:
-    words = rf"different versions: {what} is '.+' on rank 0 and 'another' on rank 1; start all ranks with the same command"
+    words = (
+        rf"different versions: {what} is '.+' on rank 0 and 'another' on rank 1; start all ranks with the same command"
+    )
     with pytest.raises(UsageError, match=words):
         environment_of(from_dict({}), First(**{what: "another"}))
 

@@ -158,14 +158,14 @@ def test_parts_of_frozen_blocks_are_known_by_two_looks_and_ranks_send_equally_ma
     frozen, first = replace(EVIDENCE, cut=2), probed(1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
     shares = gain_shares(replace(frozen, probes=(first, probed(2.0, 0.0, 0.0, 0.0, 0.0, 0.0))))
     assert shares == pytest.approx((0.75, 0.0, 0.0, 0.0, 0.25, 0.0))
-    for unknown in ({"looks": (first,)}, {"looks": ((), ())}):
+    for unknown in ({"probes": (first,)}, {"probes": ((), ())}):
         assert [math.isnan(share) for share in gain_shares(replace(frozen, **unknown))] == [True] * 2 + [False] * 4
     nothing = [gain_shares(replace(frozen, gains=(), probes=probes)) for probes in ((), ((), ()))]
     assert all(len(shares) == 6 and all(map(math.isnan, shares)) for shares in nothing)
 
 
 @pytest.mark.parametrize(
-    ("looks", "cut"),
+    ("probes", "cut"),
     [
         ((), 3),
         ((probed(9, 9, 9, 1, 1, 1),), 3),

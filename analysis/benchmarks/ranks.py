@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: MPI keeps step, and Horovod is started anew in the way that a side needs."""
+"""The ranks of a benchmark: MPI synchronizes them, and Horovod is restarted as each side needs."""
 
 from __future__ import annotations
 

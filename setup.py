@@ -34,6 +34,7 @@ setup(
     extras_require={
         "analysis": ["pandas>=2.2"],
         "huggingface": ["transformers>=5.20,<6"],
+        "datasets": ["datasets>=3.0"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings>=0.26", "mkdocstrings-python>=1.11"],
         "mlflow": ["mlflow>=3.0"],
         "mpi": ["horovod==0.28.1"],

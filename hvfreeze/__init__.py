@@ -3,7 +3,7 @@
 `auto("photos", weights="DEFAULT")` fine-tunes on a folder of images; `train(Config(...))` runs any configuration. Both
 return the run's summary. `load_model` returns a finished run's model.
 For a Horovod script: `DistributedOptimizer`, in place of Horovod's, `CachedLoader`, around the script's own loader, and
-`fit_head`, which fits the last layer in closed form.
+`fit_head` and `fit_classifier`, which fit the last layer, or a head on the features of all blocks, in closed form.
 `HvfreezeError` is the base class of all errors. Everything else can be imported from its module, and may move.
 """
 
@@ -23,6 +23,7 @@ _PUBLIC = {
     "DistributedOptimizer": "integration.optimizer",
     "FreezeConfig": "config.sections",
     "HvfreezeError": "errors",
+    "fit_classifier": "integration.fit_classifier",
     "fit_head": "integration.fit_head",
     "load_model": "inference.model",
     "train": "training.run",

@@ -43,7 +43,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         "given",
         metavar="IMAGE",
         nargs="+",
-        help="image files, folders of them, or tables that name them; a text, where the model continues texts",
+        help="image files, folders of them, tables that name them, hf:PATH; a text, where the model continues texts",
     )
     parser.add_argument("--out", metavar="FILE", type=path, help="write CSV, or the text, there; default: print it")
     parser.add_argument(
@@ -139,11 +139,14 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         dest="form",
-        choices=("onnx", "torch", "safetensors"),
+        choices=("onnx", "torch", "safetensors", "transformers"),
         default="onnx",
-        help="onnx (default), torch (for torch.export.load) or safetensors (the state_dict)",
+        help="onnx (default), torch (for torch.export.load), safetensors (the state_dict) or transformers (a folder, "
+        "of models hf:... with their own last layer)",
     )
-    parser.add_argument("--out", metavar="FILE", type=path, help="default: RUN/model.onnx, .pt2 or .safetensors")
+    parser.add_argument(
+        "--out", metavar="FILE", type=path, help="default: RUN/model.onnx, .pt2 or .safetensors, or RUN/transformers"
+    )
     add_which(parser)
 
 

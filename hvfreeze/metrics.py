@@ -1,6 +1,6 @@
-"""How good answers are: scikit-learn's metrics by name, from the answers to all samples.
+"""scikit-learn's metrics by name, from the predictions for all samples.
 
-Its import takes a second, so that what classes alone are judged by is counted here; the numbers are the same.
+The import of scikit-learn takes a second, so the metrics of every run on classes are computed here, with equal values.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def named_in(line: Mapping[str, Any], *, part: str) -> dict[str, float]:
 
 
 def balanced_accuracy(counts: ArrayLike, right: ArrayLike) -> float:
-    """Return the mean over classes of which part of their samples is answered right; those without samples count not.
+    """Return the mean recall over classes; classes without samples do not count.
 
-    `counts` are each class's samples, `right` how many of these are. NaN where there are none.
+    `counts` are the samples of each class, `right` the correct predictions among them. NaN if there are no samples.
     """
     samples, hits = np.asarray(counts, dtype=np.float64), np.asarray(right, dtype=np.float64)
     there = samples > 0
@@ -50,7 +50,7 @@ def balanced_accuracy(counts: ArrayLike, right: ArrayLike) -> float:
 
 
 def of_classes(truth: Numbers, found: Numbers) -> dict[str, float]:
-    """Return what (N,) classes and (N,) answers, negative where there is none, come to."""
+    """Return the metrics of (N,) classes and (N,) predictions, which are negative if missing."""
     most = int(max(truth.max(initial=0), found.max(initial=0))) + 1
     parts = (truth, truth[truth == found], found[found >= 0])
     samples, right, answered = (np.bincount(part, minlength=most) for part in parts)
@@ -63,9 +63,9 @@ def of_classes(truth: Numbers, found: Numbers) -> dict[str, float]:
 
 
 def auroc(truth: Numbers, scores: Numbers) -> float:
-    """Return the area under the ROC curve of (N, classes) scores: of two classes the second's, else each against all.
+    """Return the area under the ROC curve of (N, classes) scores: for two classes of the second, else one against rest.
 
-    The mean over classes that some samples have and others have not; NaN where there is none.
+    The mean is over classes with both positive and negative samples; NaN if there is none.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -77,19 +77,21 @@ def auroc(truth: Numbers, scores: Numbers) -> float:
 
 
 def of_labels(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, float]:
-    """Return what (N, labels) of 0 and 1, scores, and given labels come to; those that no sample has do not count."""
-    from sklearn.metrics import accuracy_score, average_precision_score, f1_score
+    """Return the metrics of (N, labels) of 0 and 1, scores and predictions. Labels without a sample do not count."""
+    from sklearn.metrics import accuracy_score, average_precision_score
 
     truth, there = truth.astype(np.int64), truth.any(0)
+    right, known = (truth * found).sum(0)[there], (truth.sum(0) + found.sum(0))[there]
     return {
         "average_precision": computed(average_precision_score, truth[:, there], scores[:, there]),
-        "macro_f1": computed(f1_score, truth[:, there], found[:, there], average="macro", zero_division=0),
+        # scikit-learn would take one label for two classes.
+        "macro_f1": float((2.0 * right / known).mean()) if there.any() and np.isfinite(scores).all() else math.nan,
         "accuracy": computed(accuracy_score, truth, found),
     }
 
 
 def each_label(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, float]:
-    """Return what the answers for one label come to, (N,) each: how many have it and are given it, and how rightly."""
+    """Return the counts and metrics of one label, from (N,) labels, scores and predictions."""
     from sklearn.metrics import average_precision_score, precision_recall_fscore_support
 
     truth = truth.astype(np.int64)
@@ -107,14 +109,14 @@ def each_label(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, flo
 
 
 def of_numbers(truth: Numbers, found: Numbers) -> dict[str, float]:
-    """Return what (N, outputs) numbers and answers come to: the means over outputs."""
+    """Return the metrics of (N, outputs) numbers and predictions, averaged over outputs."""
     from sklearn.metrics import mean_absolute_error, r2_score
 
     return {"r2": computed(r2_score, truth, found), "mae": computed(mean_absolute_error, truth, found)}
 
 
 def computed(metric: Callable[..., float], truth: Numbers, found: Numbers, **options: Any) -> float:
-    """Return one of scikit-learn's metrics, NaN where samples do not suffice or answers are not finite."""
+    """Return a metric of scikit-learn, NaN if there are too few samples or predictions are NaN or Inf."""
     if not truth.size or not np.isfinite(found).all():
         return math.nan
     with warnings.catch_warnings():
@@ -123,7 +125,7 @@ def computed(metric: Callable[..., float], truth: Numbers, found: Numbers, **opt
 
 
 def best_thresholds(truth: Numbers, chances: Numbers) -> list[float]:
-    """Return for each label the probability above which to give it, by the best F1 of (N, labels); 0.5 without any."""
+    """Return the threshold with the best F1 of each label, for (N, labels) probabilities; 0.5 without positives."""
     from sklearn.metrics import precision_recall_curve
 
     found = []

@@ -1,4 +1,4 @@
-"""What a model answers: one class, several labels, or numbers; its loss, and how a solved head's answers become logits.
+"""Tasks: one class, several labels, or numbers per sample. Losses, metrics, targets and calibration of fitted heads.
 
 Ridge regression fits each output to a target. Held-out answers then choose the calibration: `scale` x answer + `bias`.
 """
@@ -23,7 +23,7 @@ from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, each_label
 
 
 class Calibration(NamedTuple):
-    """What makes logits, or predictions, of raw answers."""
+    """Scale and bias that map raw outputs to logits or predictions."""
 
     scale: Tensor
     """(outputs,) float64."""
@@ -41,37 +41,37 @@ class Task(ABC):
 
     outputs: int
     metric: str = ""
-    """By which models are compared, one of `metrics.WORDS`; empty is `usual_metric`, of classes accuracy and loss."""
+    """Metric that compares models, a key of `metrics.WORDS`; empty means `usual_metric`, else accuracy and loss."""
     thresholds: tuple[float, ...] = ()
-    """Of labels: the probability above which each is given; empty is 0.5."""
+    """Probability above which each label is predicted, for `MultiLabel`; empty means 0.5."""
     kind: ClassVar[str]
     """The key in `TASKS`."""
     usual_metric: ClassVar[str] = ""
-    """What `metric` is where nothing is given."""
+    """Default of `metric`."""
     nouns: ClassVar[tuple[str, str]]
-    """What one output is called, and several."""
+    """Noun for one output, and for several."""
     is_biased: ClassVar[bool] = True
-    """Whether a calibration may have a bias."""
+    """Whether the calibration of a fitted head has a bias."""
 
     @abstractmethod
     def kept(self, logits: Tensor) -> Tensor:
-        """Return what `metrics` needs of (B, outputs) logits, (B, ...): all ranks' go to rank 0."""
+        """Return the part of (B, outputs) logits that `metrics` needs, (B, ...). It is gathered from all ranks."""
 
     @abstractmethod
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
-        """Return how good answers are, by metric."""
+        """Return the metrics of predictions, by name."""
 
     def answered(self, logits: Tensor) -> bool:
-        """Tell whether there is an answer in a sample's (outputs,) logits."""
+        """Return True if a sample's (outputs,) logits hold no NaN or Inf."""
         return bool(logits.isfinite().all())
 
     @abstractmethod
     def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
-        """Return a sample's answer, of (outputs,) logits, as columns of a table; empty where it is not finite."""
+        """Return the prediction for a sample's (outputs,) logits as columns of a table; empty cells for NaN or Inf."""
 
     @abstractmethod
     def right(self, logits: Tensor, labels: Tensor) -> float:
-        """Return how many answers are right, NaN for numbers."""
+        """Return the number of correct predictions, NaN for numbers."""
 
     @property
     def is_examined(self) -> bool:
@@ -79,11 +79,11 @@ class Task(ABC):
         return bool(self.metric or self.usual_metric)
 
     def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> Task:
-        """Return the task with what is chosen by held-out answers."""
+        """Return the task with thresholds chosen on held-out predictions."""
         return self
 
     def examined(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, float] | None, tuple[float, ...]]:
-        """Return the metrics of held-out answers, None where loss and accuracy decide, and the thresholds."""
+        """Return the metrics of held-out predictions, None if loss and accuracy decide, and the thresholds."""
         if not self.is_examined:
             return None, ()
         kept, truth = self.kept(logits).numpy(), labels.numpy()
@@ -95,13 +95,16 @@ class Task(ABC):
         return labels
 
     def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a row of a table for each output, of several labels or numbers: how good its answers are."""
+        """Return a table row with the metrics of each output, for several labels or numbers."""
         return []
 
     def decides(self, found: Mapping[str, float]) -> float | None:
-        """Return how good a model is by `metric`, more is better; None where that is left open."""
+        """Return the value of `metric`, signed so that higher is better; None if loss and accuracy decide."""
         name = self.metric or self.usual_metric
-        return (-1 if name in LOWER_IS_BETTER else 1) * found[name] if name in found else None
+        if name not in found:
+            return None
+        value = found[name]
+        return -math.inf if math.isnan(value) else -value if name in LOWER_IS_BETTER else value
 
     @property
     def num_strata(self) -> int:
@@ -114,18 +117,18 @@ class Task(ABC):
 
     @abstractmethod
     def present(self, labels: Tensor) -> Tensor:
-        """Return (outputs,) bool: which classes or labels some row has; of numbers all."""
+        """Return (outputs,) bool: True for classes and labels that occur, and for every number."""
 
     @abstractmethod
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """Return the loss of each row that training lowers, (N,), before `weights_of`."""
+        """Return the training loss of each row, (N,), without `weights_of`."""
 
     def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
         return (self.training_losses(logits, labels, smoothing=smoothing) * self.weights_of(labels)).mean()
 
     def weights_of(self, labels: Tensor) -> Tensor:
-        """Return how much each row counts, (N,) float32."""
+        """Return the weight of each row in the loss, (N,) float32."""
         return torch.ones(len(labels))
 
     @property
@@ -180,7 +183,7 @@ class Classes(Task):
     """One class a row; labels are (N,) int64. Of windows of a text (N, T), with logits (N, classes, T)."""
 
     weights: tuple[float, ...] = ()
-    """How much a row of each class counts; empty where all count alike."""
+    """Weight of each class in the loss, with mean 1 over training rows; empty means equal weights."""
     kind: ClassVar[str] = "classes"
     nouns: ClassVar[tuple[str, str]] = ("class", "classes")
     is_biased: ClassVar[bool] = False
@@ -190,7 +193,7 @@ class Classes(Task):
         return logits if self.metric == "auroc" else classes_of(logits)
 
     def answered(self, logits: Tensor) -> bool:
-        """Tell whether the largest logit is finite."""
+        """Return True if the largest logit is not NaN or Inf."""
         return int(classes_of(logits[None])) != NO_ANSWER
 
     def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
@@ -378,12 +381,12 @@ class Numbers(Task):
 
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
-    """Of each output over all rows; 0 and 1 until `measured`."""
+    """Standard deviation of each output over all rows. `mean` and `deviation` are 0 and 1 before `measured`."""
     offset: tuple[float, ...] = ()
     unit: tuple[float, ...] = ()
-    """Of a run, whose labels and answers are x in the user's `offset` + `unit` x; empty are 0 and 1."""
+    """Scale of a run's standardized labels: user units are `offset` + `unit` x; empty means 0 and 1."""
     huber: bool = True
-    """Whether training lowers Huber's loss, whose gradients are bounded, as those of a cross-entropy."""
+    """Whether training minimizes the Huber loss, whose gradients are bounded like those of cross-entropy."""
     kind: ClassVar[str] = "numbers"
     nouns: ClassVar[tuple[str, str]] = ("number", "numbers")
     usual_metric: ClassVar[str] = "r2"
@@ -397,7 +400,7 @@ class Numbers(Task):
         return of_numbers(self.in_units(labels), self.in_units(kept))
 
     def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
-        """Return the task and all labels, standardised by those that are `chosen`."""
+        """Return the task and all labels, standardized by the mean and deviation of the rows `chosen`."""
         known = self.measured(labels[chosen])
         task = replace(self, offset=known.mean, unit=known.deviation)
         return task, task.from_units(labels)
@@ -500,15 +503,15 @@ NO_ANSWER = -2
 
 
 def classes_of(logits: Tensor) -> Tensor:
-    """Return the most probable class of (B, classes, ...) logits, (B, ...) int64, NO_ANSWER where that is not finite.
+    """Return the most probable class of (B, classes, ...) logits, (B, ...) int64; NO_ANSWER if its logit is NaN or Inf.
 
-    To the largest of numbers NaN would be the first class, and a model that overflows right as often as that occurs.
+    torch's argmax would answer the first class for NaN, and count an overflowing model right for that class.
     """
     return logits.argmax(1).masked_fill(~logits.amax(1).isfinite(), NO_ANSWER)
 
 
 TASKS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classes, MultiLabel, Numbers)}
-"""By what labels are."""
+"""Tasks by the kind of their labels."""
 
 
 def class_weights(counts: Tensor, given: str | Mapping[int, float] | Sequence[float]) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hvfreeze.errors import UsageError
+from hvfreeze.user_code import HF
 
 CROPS = ("crop", "random-resized-crop")
 RECIPES = (*CROPS, "trivial-augment", "color-jitter")
@@ -226,6 +227,13 @@ TABLES = (".csv", ".tsv", ".parquet")
 def is_table(text: str) -> bool:
     """Return True if a text is the path of a table."""
     return text.lower().endswith(TABLES)
+
+
+def absolute_data(data: str) -> str:
+    """Return --data, whose path is absolute if it names a table, or a data set of Hugging Face's library."""
+    if data.startswith(HF):
+        return HF + os.path.abspath(data.removeprefix(HF))
+    return os.path.abspath(data) if is_table(data) else data
 
 
 def is_url(text: str) -> bool:

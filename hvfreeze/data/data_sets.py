@@ -371,7 +371,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     mean, std = _STATISTICS["imagefolder"]
     sets = {
         part: ImageSet(
-            name=name,
+            name=HF if name.startswith(HF) else name,
             classes=classes,
             # Labels of broken samples mean nothing.
             labels=torch.tensor([number.get(label, 0) for label in split.labels.tolist()], dtype=torch.int64),
@@ -400,7 +400,7 @@ def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
     notes, (mean, std) = list[str](), _STATISTICS["imagefolder"]
     sets = {
         part: ImageSet(
-            name=name,
+            name=HF if name.startswith(HF) else name,
             classes=names,
             labels=split.labels,
             mean=mean,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
-from hvfreeze.data.reading import Sizes, open_image, shown_size, unreadable
+from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, Sizes, open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders
 from hvfreeze.errors import RefusedError
@@ -200,7 +200,8 @@ class PassedOver:
         more = len(each) - MOST_SUFFIXES
         shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
         rest = f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else ""
-        return f"{before}{shown}{rest}" if each else ""
+        dicom = f" ({CONVERT_DICOM})" if self.suffixes.keys() & set(DICOM_SUFFIXES) else ""
+        return f"{before}{shown}{rest}{dicom}" if each else ""
 
     def notes(self, folder: Path) -> list[str]:
         """Return what the user should know of it."""

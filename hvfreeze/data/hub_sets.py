@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvfreeze.data.folders import held_out_rows
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
-from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_in, usual
+from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_for_model, labels_in, usual
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
@@ -29,22 +30,33 @@ BETWEEN = "\x1f"
 """Between the labels in a cell that holds a list."""
 
 
-class HubSplit:
-    """Rows of a data set as a map-style Dataset, see `data.own`."""
+class HubImages:
+    """The images of some rows of a data set as a map-style Dataset, see `data.own`."""
 
-    flips = True
-
-    def __init__(self, name: str, data: Any, column: str, labels: Labels, targets: Any, rows: Ids) -> None:
-        self._name, self._images, self._column, self._rows = name, data.select_columns([column]), column, rows
-        self.classes, self.task = labels.names, labels.kind
-        self.targets = targets[rows].tolist()
+    def __init__(self, data: Any, column: str, rows: Ids) -> None:
+        self._images, self._column, self._rows = data.select_columns([column]), column, rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
+        """Return a PIL image and its label, None where labels are not known."""
+        return self._images[int(self._rows[row])][self._column], None
+
+
+class HubSplit(HubImages):
+    """Rows of a data set with their labels."""
+
+    flips = True
+
+    def __init__(self, data: Any, column: str, labels: Labels, targets: Any, rows: Ids) -> None:
+        super().__init__(data, column, rows)
+        self.classes, self.task = labels.names, labels.kind
+        self.targets = targets[rows].tolist()
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
         """Return a PIL image and its label."""
-        return self._images[int(self._rows[row])][self._column], self.targets[row]
+        return super().__getitem__(row)[0], self.targets[row]
 
 
 def path_of(name: str) -> Path:
@@ -104,24 +116,49 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
         task = TASKS[labels.kind](len(labels.names))
         kept, held, note = held_out_rows(task, torch.from_numpy(given), f"{name} has no test split")
         for part, rows in (("train", kept), ("test", held)):
-            sets[part] = HubSplit(name, found[splits["train"]], train.chosen.image, labels, given, rows)
+            sets[part] = HubSplit(found[splits["train"]], train.chosen.image, labels, given, rows)
         return sets, [*notes, note]
     if tested == "val":
         notes.append(f"the split {splits['val']} serves as the test set")
     for part, called in (("train", splits["train"]), ("test", splits[tested])):
         data = found[called]
         own = train if part == "train" else rows_of(name, called, data, columns)
-        sets[part] = HubSplit(name, data, own.chosen.image, labels, labels.of(own), np.arange(len(data)))
+        sets[part] = HubSplit(data, own.chosen.image, labels, labels.of(own), np.arange(len(data)))
     return sets, notes
 
 
-def open_test(name: str, columns: Columns, labels: Labels) -> HubSplit:
-    """Return the test split, or the only one, with labels that a model knows."""
+def open_test(name: str, columns: Columns, kind: str, names: tuple[str, ...]) -> HubSplit:
+    """Return the test split, or the only one; labels are those of a model that answers `names`, see `tasks.TASKS`."""
     found = load(name)
-    splits = splits_of(found)
-    part = next((splits[split] for split in ("test", "val") if split in splits), next(iter(found)))
+    part = tested_part(found)
     rows = rows_of(name, part, found[part], columns)
-    return HubSplit(name, found[part], rows.chosen.image, labels, labels.of(rows), np.arange(len(found[part])))
+    if any(BETWEEN in cell for cells in rows.cells for cell in cells):
+        columns = replace(columns, delimiter=BETWEEN)
+    labels = labels_for_model(rows, columns, kind, names)
+    return HubSplit(found[part], rows.chosen.image, labels, labels.of(rows), np.arange(len(found[part])))
+
+
+def open_images(name: str, columns: Columns) -> HubImages:
+    """Return the images of the test split, or of the only one."""
+    found = load(name)
+    data = found[tested_part(found)]
+    return HubImages(data, image_column(name, data.features, columns), np.arange(len(data)))
+
+
+def tested_part(found: Mapping[str, Any]) -> str:
+    """Return the name of the test split, else of the validation split, else of the first one."""
+    splits = splits_of(found)
+    return next((splits[split] for split in ("test", "val") if split in splits), next(iter(found)))
+
+
+def image_column(name: str, features: Mapping[str, Any], columns: Columns) -> str:
+    """Return the column with images. Raises UsageError where none is known, or the named one has none."""
+    column = columns.image or single(name, "image", columns_with(features, "Image"), features)
+    if column not in features:
+        raise UsageError(f"--image-column ({column}) is no column of {name}, which has {', '.join(features)}")
+    if type(features[column]).__name__ != "Image":
+        raise UsageError(f"--image-column ({column}) of {name} holds no images, but {features[column]}")
+    return column
 
 
 def splits_of(found: Mapping[str, Any]) -> dict[str, str]:
@@ -133,7 +170,7 @@ def splits_of(found: Mapping[str, Any]) -> dict[str, str]:
 def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
     """Return the labels of a split as cells of a table."""
     features = data.features
-    image = columns.image or single(name, "image", columns_with(features, "Image"), features)
+    image = image_column(name, features, columns)
     typed = [key for key in features if is_class_label(features[key])]
     table = Table(
         path=Path(f"{name} {split}"),
@@ -147,11 +184,9 @@ def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
     else:
         known = typed if len(typed) == 1 else usual(table, LABEL)
         labels = (single(name, "label", known, features),)
-    for what, key in (("image", image), *(("label", each) for each in labels)):
+    for key in labels:
         if key not in features:
-            raise UsageError(f"--{what}-column ({key}) is no column of {name}, which has {', '.join(features)}")
-    if type(features[image]).__name__ != "Image":
-        raise UsageError(f"--image-column ({image}) of {name} holds no images, but {features[image]}")
+            raise UsageError(f"--label-column ({key}) is no column of {name}, which has {', '.join(features)}")
     cells = list(zip(*(table.column(key) for key in labels)))
     return Rows(table, Chosen(image, labels, None), list(range(len(data))), [""] * len(data), cells)
 

@@ -35,7 +35,7 @@ from hvfreeze.data.reading import (
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.tasks import TASKS
-from hvfreeze.user_code import call, code_sha256, is_named_code, told
+from hvfreeze.user_code import HF, call, code_sha256, is_named_code, told
 from hvfreeze.wording import plural
 
 PROBES = 64
@@ -73,8 +73,10 @@ class DatasetSource:
         For rows of a cache (`local`) it is another under each reading, where the set gives PIL images: any of them may
         be one that is read otherwise.
         """
-        code = code_sha256("data", self.name) if is_named_code(self.name) else ""
-        digest = hashlib.sha256(f"{self.name} {code} {self.image_shape} {self.side}".encode())
+        # A data set on disk may be moved.
+        name = HF if self.name.startswith(HF) else self.name
+        code = code_sha256("data", name) if is_named_code(name) else ""
+        digest = hashlib.sha256(f"{name} {code} {self.image_shape} {self.side}".encode())
         digest.update(f"{len(self.dataset)} {getattr(self.dataset, 'version', '')}".encode())
         pictures = False
         for row in probes(self.dataset):

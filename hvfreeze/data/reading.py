@@ -7,13 +7,15 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from hvfreeze.config.sections import DataConfig
@@ -92,7 +94,7 @@ class TooLargeError(RefusedError):
 
 
 class UnknownRangeError(ValueError):
-    """Pixels are numbers of which nobody says what is black and what is white."""
+    """The range of an image's pixels is not known, or some of its channels are not colours."""
 
 
 def allow_large_images() -> None:
@@ -131,6 +133,9 @@ def open_image(path: str | Path) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise too_large(str(path), error) from error
     except UnidentifiedImageError as error:
+        unsupported = unsupported_kind(path)
+        if unsupported:
+            raise RefusedError(f"{path} {unsupported}") from error
         raise _damaged(path, error) from error
     except OSError as error:
         if error.errno is None:
@@ -138,6 +143,46 @@ def open_image(path: str | Path) -> Image.Image:
         raise unreadable(path, error) from error
     except Exception as error:
         raise _damaged(path, error) from error
+
+
+DICOM_OFFSET, DICOM = 128, b"DICM"
+"""Where DICOM files have which bytes."""
+DICOM_SUFFIXES = (".dcm", ".dicom")
+CONVERT_DICOM = "convert DICOM files to PNG, for example with pydicom or dcmj2pnm"
+SAMPLES_PER_PIXEL, EXTRA_SAMPLES = 277, 338
+"""Tags of TIFF files."""
+
+
+def unsupported_kind(path: str | Path) -> str:
+    """Return what a file is that Pillow does not know, and what to do about it; nothing if that is not known."""
+    with suppress(Exception), open(path, "rb") as file:
+        head = file.read(DICOM_OFFSET + len(DICOM))
+        if head[DICOM_OFFSET:] == DICOM:
+            return f"is a DICOM file, which is not supported; {CONVERT_DICOM}"
+        if head[:4] in (b"II*\0", b"MM\0*"):
+            tags: Any = TiffImagePlugin.ImageFileDirectory_v2(head[:8])
+            file.seek(tags.next)
+            tags.load(file)
+            if (channels := tags.get(SAMPLES_PER_PIXEL, 1)) > 3:
+                return too_many_channels(channels)
+    return ""
+
+
+def too_many_channels(count: int) -> str:
+    """Return why an image of so many channels is refused, and what to do about it."""
+    return f"has {count} channels, and at most 3 are supported; save three of them as an RGB image"
+
+
+def check_channels(image: Image.Image) -> None:
+    """Raise UnknownRangeError for a TIFF file with channels beside red, green and blue that are not transparency.
+
+    Pillow would leave them out.
+    """
+    tags: Any = getattr(image, "tag_v2", None) or {}
+    extra = tags.get(EXTRA_SAMPLES, ()) if image.format == "TIFF" else ()
+    extra = extra if isinstance(extra, tuple) else (extra,)
+    if 0 in extra and (channels := tags.get(SAMPLES_PER_PIXEL, 1)) > 3:
+        raise UnknownRangeError(f"it {too_many_channels(channels)}")
 
 
 def with_8_bit_key(image: Image.Image) -> Image.Image:
@@ -172,6 +217,7 @@ def to_rgb(image: Image.Image, *, reading: Reading = USUAL, side: int | None = N
     `side` is the longer side to which the image will be resized; None keeps its size. Raises UnknownRangeError where
     the range of its pixels is not known.
     """
+    check_channels(image)
     if side is not None and reading.version > 3:
         reduce(image, side)
     # What a PNG file says of itself may come behind its pixels.
@@ -292,6 +338,8 @@ def picture_of(pixels: Tensor) -> Image.Image:
         return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     if pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[0] == 1):
         return Image.fromarray(pixels.reshape(pixels.shape[-2:]).contiguous().numpy())
+    if pixels.ndim == 3 and pixels.shape[0] > 3 and pixels.shape[2] > 3:
+        raise ValueError(f"a tensor of shape {tuple(pixels.shape)} {too_many_channels(pixels.shape[0])}")
     raise ValueError(f"a tensor of shape {tuple(pixels.shape)} is no image; (H, W), (1, H, W) or (3, H, W) is")
 
 

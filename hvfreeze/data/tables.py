@@ -41,6 +41,7 @@ IMAGE = (
 )
 LABEL = ("label", "labels", "class", "class name", "class id", "category", "target", "y")
 SPLIT = ("split", "subset", "set", "partition")
+WEIGHT = ("weight", "weights", "sample weight")
 """Names of columns, in small letters and with spaces."""
 NONE = "none"
 """In the place of a split column's name: there is none."""
@@ -180,7 +181,7 @@ def list_table(path: Path, root: Path, columns: Columns) -> Folders:
     """
     table = read_table(path)
     chosen, split_rows = choose_columns(table, columns), dict[str, Rows]()
-    notes = [f"{path.name}: {chosen.in_words()}"]
+    notes = [f"{path.name}: {chosen.in_words()}", *notes_on_weights(table, chosen)]
     if columns.test is not None:
         if chosen.split is not None:
             notes.append(f"column {chosen.split} is not used: --test-table has the test samples")
@@ -263,6 +264,12 @@ def column_for(table: Table, what: str, named: str | None, names: Sequence[str])
         )
     check_column(table, what, found[0])
     return found[0]
+
+
+def notes_on_weights(table: Table, chosen: Chosen) -> list[str]:
+    """Return a note on columns that look like a weight for each sample, which have no effect."""
+    found = [name for name in usual(table, WEIGHT) if name not in (chosen.image, chosen.split, *chosen.labels)]
+    return [f"column {name} has no effect: samples of a class count alike; see --class-weights" for name in found]
 
 
 def check_column(table: Table, what: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a head reads of a transformer's tokens: found out once, on a few training samples, before the recipe.
+"""The form in which a head reads a transformer's tokens, chosen once on a few training samples before the recipe.
 
 A kernel head is fitted to the features of all blocks for each form, and each sample is left out in turn, as for
 `hvfreeze.heads.flips`. The form with the least loss is taken; no test sample takes part.
@@ -88,6 +88,6 @@ def try_token_forms(
         except NumericsError:
             # On all ranks; training says what is wrong.
             return None
-        assert fit is not None and fit.chosen is not None, "nobody stops it"
+        assert fit is not None and fit.chosen is not None, "a fit without `watch` runs to its end"
         losses[form] = fit.chosen.held_out_loss
     return TokenTrial(losses, len(ids))

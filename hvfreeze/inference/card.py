@@ -291,11 +291,11 @@ class Card:
     exits: tuple[int, ...] = ()
     """The blocks before which critics give logits too, see `hvfreeze.model.early_exits`; none of most models."""
     task: str = "classes"
-    """What outputs are, see `tasks.TASKS`."""
+    """Kind of the outputs, a key of `tasks.TASKS`."""
     thresholds: tuple[float, ...] = ()
     offset: tuple[float, ...] = ()
     unit: tuple[float, ...] = ()
-    """Of the task, see there."""
+    """Fields of the task; see `tasks.MultiLabel` and `tasks.Numbers`."""
     accuracy: float | None = 0.0
     """Of the final model, 0-1; None of numbers."""
     balanced_accuracy: float | None = None
@@ -315,7 +315,7 @@ class Card:
 
     @property
     def answers(self) -> Task:
-        """What the model answers."""
+        """Task of the model."""
         task = TASKS[self.task](len(self.classes), thresholds=self.thresholds)
         return replace(task, offset=self.offset, unit=self.unit) if isinstance(task, Numbers) else task
 

@@ -33,7 +33,9 @@ from hvfreeze.data.class_shares import accuracy_in_words, majority_of
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
+from hvfreeze.data.hub_sets import open_test
 from hvfreeze.data.images import BrokenImagesError, listed
+from hvfreeze.data.own import picture
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_model, list_for_evaluation
 from hvfreeze.data.text import TextSource
@@ -53,7 +55,7 @@ from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable
 from hvfreeze.runs.record import finite
 from hvfreeze.tasks import NO_ANSWER, classes_of
-from hvfreeze.user_code import is_named_code
+from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import on_one_line, plural
 
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
@@ -170,7 +172,7 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
 def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS) -> EvaluatedSamples:
     """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's.
 
-    Of a table, whose `columns` may have other names than usual, the test rows, else all.
+    Of a table or hf:PATH, whose `columns` may have other names than usual, the test rows, else all.
     """
     data = applied.card.data
     if is_table(str(folder)):
@@ -179,6 +181,16 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
         paths = [folder.parent / path for path in rows.paths]
         return EvaluatedSamples(
             lambda row: applied.preparation.pixels_of(paths[row]), labels, f"images of {folder}", own=False
+        )
+    if str(folder).startswith(HF):
+        name = str(folder)
+        part = open_test(name, columns, applied.card.task, applied.classes)
+        prepare = applied.preparation.pixels
+        return EvaluatedSamples(
+            lambda row: prepare(picture(name, part, row, reading=applied.preparation.how)),
+            torch.tensor(part.targets),
+            f"images of {name}",
+            own=False,
         )
     if applied.card.task != "classes":
         raise RefusedError(

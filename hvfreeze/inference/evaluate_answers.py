@@ -27,16 +27,16 @@ from hvfreeze.wording import on_one_line
 
 @dataclass(frozen=True, eq=False)
 class Answered:
-    """What answers come to."""
+    """The metrics of a model's predictions."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
-    """Of each label or number."""
+    """Table rows, one per label or number."""
     loss: float
     count: int
     unanswered: int
     left_out: tuple[str, ...]
-    """Why each sample that is not counted cannot be used."""
+    """Reasons why samples were skipped."""
 
     def in_words(self, applied: Applied, name: str) -> str:
         """Return lines of text."""
@@ -70,7 +70,7 @@ def shown(value: Any) -> str:
 def measure_answers(
     applied: Applied, decode: Decode, labels: Tensor, answer: Answering, *, batch_size: int | None
 ) -> Answered:
-    """Return what the model's answers for all samples come to; `labels` are in the user's units.
+    """Return the metrics of the model's predictions for all samples; `labels` are in user units.
 
     Raises:
         BrokenImagesError: no sample can be used; names all of them.

@@ -1,12 +1,14 @@
 """`hvfreeze export`: a finished run's model as a file that runs without hvfreeze, checked against the model.
 
 ONNX and PyTorch files take pixels, (batch, 3, H, W) uint8 in RGB, and contain the normalization, the network and the
-head, also a fitted one; H and W, and how images are made to fit, are in the file. Safetensors files are a state_dict.
+head, also a fitted one; H and W, and how images are made to fit, are in the file. Safetensors files are a state_dict,
+and a folder of transformers has the model, its own last layer and its image processor.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,14 +25,16 @@ from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.inference.card import Preparation
 from hvfreeze.inference.evaluate import own_samples
 from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.model.hugging_face import find_library, processor_of, save
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.weights import read_weights
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural
 
-INPUT, OUTPUT = "pixels", "logits"
-"""Names in a file."""
+INPUT = "pixels"
+OUTPUTS = {"classes": "logits", "labels": "logits", "numbers": "numbers"}
+"""The name of the output in a file, by the task."""
 IMAGES = 16
 """Images that a file is checked on."""
 WORST = 1e-2
@@ -45,6 +49,7 @@ class Format(NamedTuple):
     """A kind of file."""
 
     suffix: str
+    """Of the file; empty for a folder."""
     libraries: tuple[str, ...]
     write: Callable[[FromPixels, Path, Tensor, Mapping[str, str]], Run]
     """Writes it, and returns what runs it."""
@@ -56,18 +61,19 @@ class FromPixels(nn.Module):
     def __init__(self, applied: Applied) -> None:
         super().__init__()
         self.model = applied.model
-        self._normalised = applied.preparation.normalised
+        self.normalised = applied.preparation.normalised
+        self.unit, self.offset = (torch.tensor(each) for each in (applied.card.unit, applied.card.offset))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the answers."""
-        found: Tensor = self.model(self._normalised(pixels))
-        return found.float()
+        """Return the answers, numbers in the user's units."""
+        found: Tensor = self.model(self.normalised(pixels)).float()
+        return self.unit * found + self.offset if len(self.unit) else found
 
 
 def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
     """Write a finished run's model to the file `out`, and print how far its answers are from the model's; return 0.
 
-    The default of `out` is NAME.onnx, NAME.pt2 or NAME.safetensors in the run directory.
+    The default of `out` is NAME.onnx, NAME.pt2, NAME.safetensors or the folder `transformers` in the run directory.
 
     Raises:
         UsageError: a library is missing, or the model reads text.
@@ -82,8 +88,10 @@ def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "mo
                 f"--format ({form}) needs other libraries ({error}): pip install {' '.join(kind.libraries)}"
             ) from error
     applied = load_model(run_dir, name=name, trust_code=trust_code)
-    path = out or run_dir / f"{name}{kind.suffix}"
-    if path.suffix != kind.suffix:
+    path = out or run_dir / (f"{name}{kind.suffix}" if kind.suffix else form)
+    if not kind.suffix and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"--out ({path}) must be a new or an empty folder with --format {form}")
+    if kind.suffix and path.suffix != kind.suffix:
         raise UsageError(f"--out ({path}) must end in {kind.suffix} with --format {form}")
     pixels, what = pixels_to_check(applied, run_dir, trust_code=trust_code)
     module = FromPixels(applied)
@@ -93,7 +101,7 @@ def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "mo
         largest = worst_difference(run, pixels, wanted)
     scale = float(wanted.abs().max())
     if not largest <= WORST * max(scale, 1e-6):
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise RefusedError(
             f"{path} is removed: on {what} its answers differ by up to {largest:.2g}, and the largest answer is "
             f"{scale:.2g}; use another --format"
@@ -134,6 +142,8 @@ def facts(applied: Applied) -> dict[str, str]:
     return {
         "classes": json.dumps(list(applied.classes), ensure_ascii=False),
         "preparation": json.dumps(asdict(preparation)),
+        "task": card.task,
+        "thresholds": json.dumps(list(card.thresholds)),
         "model": card.model,
         "head": card.head,
         "accuracy": json.dumps(card.accuracy),
@@ -145,7 +155,7 @@ def facts(applied: Applied) -> dict[str, str]:
 def card_line(applied: Applied) -> str:
     """Return what a file holds, for a line."""
     preparation: Preparation = applied.preparation
-    answers = plural(len(applied.classes), "class", "classes")
+    answers = plural(len(applied.classes), *applied.card.answers.nouns)
     return f"{applied.card.model}, {answers}, images of {preparation.width}x{preparation.height} pixels"
 
 
@@ -158,7 +168,7 @@ def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[st
             dynamo=True,
             verbose=False,
             input_names=[INPUT],
-            output_names=[OUTPUT],
+            output_names=[OUTPUTS[facts["task"]]],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
         proto = program.model_proto
@@ -192,7 +202,49 @@ def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Map
     return module
 
 
+CARD = """---
+library_name: transformers
+pipeline_tag: image-classification
+---
+
+{what}. Test accuracy: {accuracy}. Parameter digest: {parameter_digest}. Trained by hvfreeze {hvfreeze}.
+"""
+PROBLEMS = {"classes": "single_label_classification", "labels": "multi_label_classification"}
+"""What transformers calls a task."""
+
+
+def write_transformers(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
+    """Write a folder that `from_pretrained` of transformers reads."""
+    model: Any = module.model
+    if facts["task"] not in PROBLEMS:
+        raise UsageError("--format (transformers) has no place for the units of numbers; use onnx or torch")
+    classes, prepared = json.loads(facts["classes"]), json.loads(facts["preparation"])
+    side = prepared["cropped_to"]
+    processor = processor_of(
+        side=prepared["enlarged_to"] or side or prepared["height"],
+        resize=prepared["height"] if side else None,
+        fit=prepared["fit"],
+        resample=prepared["resample"],
+        mean=tuple(prepared["mean"]),
+        std=tuple(prepared["std"]),
+    )
+    if hasattr(model, "config"):
+        model.config.problem_type = PROBLEMS[facts["task"]]
+    save(model, path, classes=classes, processor=processor)
+    text = CARD.format(what=f"{facts['model']} for {', '.join(classes)}", **facts)
+    publish(path / "README.md", [text.encode()])
+    again: Any = find_library().AutoModelForImageClassification.from_pretrained(path)
+    again.eval()
+
+    def run(some: Tensor) -> Tensor:
+        found: Tensor = again(module.normalised(some)).logits
+        return found.float()
+
+    return run
+
+
 FORMATS = {
+    "transformers": Format("", ("transformers",), write_transformers),
     "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
     "torch": Format(".pt2", (), write_torch),
     "safetensors": Format(".safetensors", ("safetensors",), write_safetensors),

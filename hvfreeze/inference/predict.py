@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from hvfreeze.config.rules import is_table
 from hvfreeze.data.folders import PassedOver, images_below
+from hvfreeze.data.hub_sets import HubImages, open_images
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
+from hvfreeze.data.own import picture
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
@@ -30,6 +33,7 @@ from hvfreeze.inference.run_settings import columns_in
 from hvfreeze.inference.text import Drawing, tell_on
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
+from hvfreeze.user_code import HF
 from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
@@ -119,7 +123,7 @@ def predict(
         raise UsageError("an IMAGE is the empty path; a variable of the shell may not be set")
     classify(
         applied,
-        list_images([Path(image) for image in given], columns_in(run_dir)),
+        named_images(applied, given, columns_in(run_dir)),
         answer,
         out=out,
         top=top or 1,
@@ -131,7 +135,7 @@ def predict(
 
 def classify(
     applied: Applied,
-    paths: Sequence[Path],
+    images: Sequence[NamedImage],
     answer: Answering,
     *,
     out: Path | None,
@@ -150,7 +154,7 @@ def classify(
     missing: list[int] = []
     count = 0
     with table_at(out) as write:
-        for rows in predictions(applied, paths, answer, top=top, batch_size=batch_size, bad=bad, missing=missing):
+        for rows in predictions(applied, images, answer, top=top, batch_size=batch_size, bad=bad, missing=missing):
             text = to_csv(rows)
             write(text if count == 0 else text.partition("\n")[2])
             count += len(rows)
@@ -217,6 +221,32 @@ def check_numbers(*, batch_size: int | None, top: int = 1) -> None:
         raise UsageError(f"--batch-size ({batch_size}) must be at least 1")
 
 
+class NamedImage(NamedTuple):
+    """An image to answer for."""
+
+    name: str
+    """Its path, or its row of a data set."""
+    decode: Callable[[], PixelArray]
+    """Returns its pixels as the model's preparation gives them."""
+
+
+def named_images(applied: Applied, given: Sequence[str], columns: Columns) -> list[NamedImage]:
+    """Return the images of files, folders, tables and data sets hf:PATH, in the order in which they are named."""
+    preparation, found = applied.preparation, list[NamedImage]()
+
+    def in_set(name: str, images: HubImages, row: int) -> PixelArray:
+        return preparation.pixels(picture(name, images, row, reading=preparation.how))
+
+    for text in given:
+        if text.startswith(HF):
+            images = open_images(text, columns)
+            found += [NamedImage(f"{text} {row}", partial(in_set, text, images, row)) for row in range(len(images))]
+        else:
+            paths = list_images([Path(text)], columns)
+            found += [NamedImage(str(path), partial(preparation.pixels_of, path)) for path in paths]
+    return found
+
+
 def list_images(named: Sequence[Path], columns: Columns) -> list[Path]:
     """Return the files that were named and, in their place, all images in folders and their sub-folders, sorted.
 
@@ -242,7 +272,7 @@ def list_images(named: Sequence[Path], columns: Columns) -> list[Path]:
 
 def predictions(
     applied: Applied,
-    paths: Sequence[Path],
+    images: Sequence[NamedImage],
     answer: Answering,
     *,
     top: int,
@@ -250,20 +280,20 @@ def predictions(
     bad: dict[int, str],
     missing: list[int],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield each batch's rows, one an image file: its path, the answer, of classes the `top` ones, and its exit.
+    """Yield each batch's rows, one an image: its name, the answer, of classes the `top` ones, and its exit.
 
-    Files that cannot be used are left out, and added to `bad` by their places in `paths` with the reason; those that
+    Images that cannot be used are left out, and added to `bad` by their places in `images` with the reason; those that
     have no answer are added to `missing`.
     """
     task = applied.card.answers
 
-    def decode(row: int) -> Any:
-        return applied.preparation.pixels_of(paths[row])
+    def decode(row: int) -> PixelArray:
+        return images[row].decode()
 
-    for rows, logits in answers(applied, decode, len(paths), batch_size=batch_size, answer=answer, bad=bad):
+    for rows, logits in answers(applied, decode, len(images), batch_size=batch_size, answer=answer, bad=bad):
         columns = answer.take(len(logits))
         missing += [row for row, one in zip(rows, logits, strict=True) if not task.answered(one)]
         yield [
-            {"path": str(paths[row]), **task.columns(one, applied.classes, top=top), **more}
+            {"path": images[row].name, **task.columns(one, applied.classes, top=top), **more}
             for row, one, more in zip(rows, logits, columns, strict=True)
         ]

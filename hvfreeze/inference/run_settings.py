@@ -9,6 +9,7 @@ from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.tables import Columns, columns_of
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import read_config
+from hvfreeze.user_code import HF
 
 
 def config_of(run_dir: Path) -> Config:
@@ -25,4 +26,4 @@ def columns_in(run_dir: Path) -> Columns:
     if not (run_dir / "config.yaml").exists():
         return Columns()
     data = config_of(run_dir).data
-    return columns_of(data) if is_table(data.data) else Columns()
+    return columns_of(data) if is_table(data.data) or data.data.startswith(HF) else Columns()

@@ -35,7 +35,7 @@ NOT_KEPT = ("architectures", "auto_map", "dtype", "id2label", "label2id", "quant
 BY_EDGE = ("ConvNext", "Bit", "CLIP", "LeViT", "PoolFormer")
 """Image processors to which a size that is a number means the shorter side."""
 CROP_SHARE, WHOLE_FROM = 224 / 256, 384
-"""Of ConvNext's image processor, which crops images that are smaller than the latter."""
+"""The default `crop_pct` of ConvNext's image processor, and the side in pixels from which it crops nothing."""
 Triple = tuple[float, float, float]
 LONGEST_REASON = 300
 """Characters of an error of the library."""
@@ -173,7 +173,7 @@ FAMILIES = {
     "swin": Family("swin.modeling_swin.SwinForImageClassification", _swin),
     "vit": Family("vit.modeling_vit.ViTForImageClassification", _vit, has_one_size=True),
 }
-"""By `model_type` in the configuration."""
+"""Architectures by `model_type` in the configuration."""
 LAYOUTS = {f"transformers.models.{family.classifier}": family.layout for family in FAMILIES.values()}
 
 
@@ -205,7 +205,7 @@ def find_folder(name: str) -> Path:
 
 
 def _snapshot(name: str) -> Path:
-    """Return the folder in the Hugging Face cache of a model that is named; what is there is not looked for anew."""
+    """Return the folder of a named model in the Hugging Face cache; download it only if it is not there."""
     find_library()
     hub, bare = importlib.import_module("huggingface_hub"), name.removeprefix(HF)
     try:
@@ -250,8 +250,7 @@ def read_architecture(name: str) -> dict[str, Any]:
     if kind not in FAMILIES:
         hint = f"; pass --model timm:{tree['architecture']}" if kind is None and "architecture" in tree else ""
         raise UsageError(
-            f"--model ({name}) is of the architecture {kind}, and those that can be cut into blocks are "
-            f"{', '.join(FAMILIES)}{hint}"
+            f"--model ({name}) has the architecture {kind}; the supported architectures are {', '.join(FAMILIES)}{hint}"
         )
     return {key: value for key, value in tree.items() if key not in NOT_KEPT and not key.startswith(("_", "attn"))}
 

@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvfreeze.config.rules import is_downloaded, is_table
+from hvfreeze.config.rules import absolute_data, is_downloaded
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.user_code import HF
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
@@ -34,9 +33,8 @@ def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     def resolved(leaf: str, value: Any) -> Any:
         is_path = leaf in PATHS and isinstance(value, str) and value != "none"
         is_path = is_path and not (leaf == "weights" and is_downloaded(value))
-        if leaf == "data" and str(value).startswith(HF):
-            return HF + os.path.abspath(value.removeprefix(HF))
-        is_path = is_path and (leaf != "data" or is_table(value))
+        if leaf == "data" and is_path:
+            return absolute_data(value)
         # `~` is a home where the file of the weights is opened, and a name like any other elsewhere.
         return os.path.abspath(os.path.expanduser(value) if leaf == "weights" else value) if is_path else value
 

@@ -231,6 +231,8 @@ class Trackers:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl, each number under its own name, those of phases, verbs and models in groups."""
+        if not self._reporters:
+            return
         numbers, step = flattened(line), int(line["step"])
         if "verb" in line:
             numbers = {f"{line['verb']}/{name}": value for name, value in numbers.items()}
@@ -242,6 +244,8 @@ class Trackers:
 
     def decision(self, decision: Mapping[str, Any]) -> None:
         """Add a line of decisions.jsonl."""
+        if not self._reporters:
+            return
         step, cut = int(decision["step"]), float(decision["cut_after"])
         text = f"cut {decision['cut_before']} -> {decision['cut_after']}: {decision['reason']}"
         self._give(lambda tracker: tracker.numbers({"vote/cut": cut}, step=step))

@@ -33,32 +33,32 @@ class Score(NamedTuple):
     majority_share: float | None = None
     """Of the most frequent class among the samples; None where classes are equal."""
     metrics: dict[str, float] | None = None
-    """What models are compared by; None where these are accuracy and loss alone."""
+    """Metrics by which models are compared, by name; None if accuracy and loss decide."""
     decides: float | None = None
-    """That of the metrics by which models are compared; more is better."""
+    """The metric that decides, signed so that higher is better."""
     thresholds: tuple[float, ...] = ()
-    """By which these held-out samples have the best labels, see `tasks.MultiLabel`."""
+    """Thresholds of labels with the best F1 on these held-out samples; see `tasks.MultiLabel`."""
 
     @property
     def described(self) -> str:
-        """It in words."""
+        """The score as text."""
         found = f"accuracy {100 * self.accuracy:.1f} %" if self.metrics is None else in_words(self.metrics)
         return f"{found}, loss {self.loss:.3f}"
 
     def plain(self) -> dict[str, float]:
-        """Return what is known, by name."""
+        """Return all known numbers by name, as records have them."""
         known = {**self._asdict(), **(self.metrics or {})}
         hidden = ("metrics", "decides", "thresholds")
         return {name: value for name, value in known.items() if value is not None and name not in hidden}
 
     @property
     def quality(self) -> float:
-        """How good the model is: more is better."""
+        """Value by which the best model is kept: higher is better."""
         return self.accuracy if self.decides is None else self.decides
 
     @property
     def cost(self) -> float:
-        """How bad it is on held-out samples, where a loss tells small differences from accuracies: less is better."""
+        """Held-out value by which `auto` compares models, the loss or the negated metric: lower is better."""
         return self.loss if self.decides is None else -self.decides
 
 
@@ -102,7 +102,7 @@ class Totals:
 
     loss: float = 0.0
     weight: float = 0.0
-    """By which the loss is divided."""
+    """Sum of the weights of the samples in `loss`."""
     correct: float = 0
     count: int = 0
 
@@ -159,13 +159,15 @@ def evaluate(
         losses = {name: float(task.losses(logits.double(), labels).mean()) for name, (logits, labels) in real.items()}
         count(totals, real, losses, task)
         for name, (logits, labels) in real.items():
-            kept.setdefault(name, []).append(Kept(batch.ids[: batch.counted], task, logits, labels))
+            # A text's characters are no classes that anybody would balance.
+            if labels.dim() == 1 or task.kind != "classes":
+                kept.setdefault(name, []).append(Kept(batch.ids[: batch.counted], task, logits, labels))
     scores = reduce(totals, strategy.models, world, name="evaluation")
     return judged(scores, kept, task, world, chooses=chooses)
 
 
 class Kept:
-    """What metrics need of some samples, as arrays."""
+    """Predictions and labels of some samples, as far as metrics need them."""
 
     def __init__(self, ids: NDArray[np.int64], task: Task, logits: Tensor, labels: Tensor) -> None:
         self.ids, self.kept, self.labels, self.outputs = ids, task.kept(logits).numpy(), labels.numpy(), logits.shape[1]
@@ -180,8 +182,7 @@ def judged(scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world
     found = {}
     for name, score in scores.items() if world.rank == 0 else ():
         parts = [each for theirs in everyone for each in theirs.get(name, ())]
-        # A text's characters are no classes that anybody would balance.
-        if parts and (parts[0].labels.ndim == 1 or task.kind != "classes"):
+        if parts:
             _, first = np.unique(np.concatenate([each.ids for each in parts]), return_index=True)
             answers, labels = (
                 np.concatenate(column)[first] for column in zip(*((each.kept, each.labels) for each in parts))

@@ -222,7 +222,7 @@ def conclude(job: Job) -> dict[str, Any]:
     report = job.report()
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
-        "best_test_accuracy": job.best_accuracy,
+        "best_test_accuracy": math.nan if math.isnan(job.last_accuracy) else job.best_accuracy,
         **beside(job.last_scores),
         **train_balance(job),
         "epochs": job.epochs_done,

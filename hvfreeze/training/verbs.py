@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvfreeze.config.rules import MOST_VIEWS
 from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
 from hvfreeze.errors import NumericsError
@@ -403,7 +404,9 @@ def score_held_out(job: Job, solving: Config) -> Score:
             loss = task.loss(logits.double(), labels, weights)
             totals.add(logits, labels, loss, task=task, weight=float(weights.sum()))
             if task.is_examined:
-                kept.append(Kept(2 * batch.ids[: batch.counted] + batch.views[: batch.counted], task, logits, labels))
+                kept.append(
+                    Kept(MOST_VIEWS * batch.ids[: batch.counted] + batch.views[: batch.counted], task, logits, labels)
+                )
     scores = reduce({MODEL: totals}, [MODEL], job.world, name="held-out")
     if task.is_examined:
         scores = judged(scores, {MODEL: kept}, task, job.world, chooses=True)

@@ -48,6 +48,7 @@ PARTS = {
     "stale_ring": Part((3,), (1, 2, 4)),
     "node_pixels": Part((3,), (1, 2, 4)),
     "own_optimizer:running": Part((3,), (2,), start=SCRIPT),
+    "own_fit": Part((3,), (1, 2)),
     "own_drop_in": Part((3,), (2, 4), start=SCRIPT),
     "own_arguments": Part((3,), (1, 2), start=SCRIPT),
     "own_scripts": Part((2,), (1, 3), start=SCRIPT),

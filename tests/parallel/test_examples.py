@@ -28,3 +28,14 @@ def test_a_loop_of_the_parts_learns_and_freezes() -> None:
     losses = re.findall(r"loss (\S+), (\d) blocks frozen", result.stdout)
     assert len(losses) == 6 and min(float(loss) for loss, _ in losses) < 0.3, losses
     assert int(losses[0][1]) == 0 < int(losses[-1][1]), f"no block was ever frozen: {losses}"
+
+
+@pytest.mark.mpi
+@pytest.mark.seldom
+@pytest.mark.parametrize(("name", "least"), [("head", 40.0), ("classifier", 80.0)])
+def test_a_head_is_fitted_in_a_script_and_plain_horovod_trains_beside_it(name: str, least: float) -> None:
+    program = ["-W", "ignore", "-m", f"hvfreeze.examples.{name}", "--samples", "128", "--epochs", "1"]
+    result = mpirun(2, program, timeout=200)
+    assert result.returncode == 0, result
+    found = [float(number) for number in re.findall(r"(\d+\.\d) %", result.stdout)]
+    assert len(found) == 2 and found[0] > least, result

@@ -84,7 +84,7 @@ def test_a_rank_that_goes_astray_ends_the_job_with_one_message(
     [
         seldom(2, "0:3:stop", "which does not respond"),
         seldom(2, "1:3:stop", "which does not respond"),
-        seldom(3, "1:3:spin", "which computes"),
+        seldom(3, "1:3:spin", "which is computing"),
     ],
 )
 def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(

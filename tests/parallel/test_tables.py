@@ -40,6 +40,23 @@ def test_a_table_trains_as_folders_do(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.standing
+@pytest.mark.parametrize("size", [seldom(1), seldom(2), 3, seldom(4)])
+def test_a_data_set_of_hugging_face_trains_and_its_errors_are_said_once(
+    size: int, run_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    photos = save_photos(tmp_path / "photos")
+    train, home = ["train", *SMALL, "--run-dir"], str(tmp_path / "home")
+    kind = ["--data", f"hf:{photos}", "--label-column", "kind"]
+    result = standing.hvfreeze(size, *train, str(run_dir), *kind, HF_HOME=home)
+    refused(result, 2, "--label-column (kind) is no column")
+    result = standing.hvfreeze(size, *train, str(run_dir), "--data", "hf:/gone", HF_HOME=home)
+    refused(result, 3, "/gone does not exist")
+    result = standing.hvfreeze(size, *train, str(tmp_path / "good"), "--data", f"hf:{photos}", HF_HOME=home)
+    assert result.returncode == 0 and "48 training images, 8 test images, 2 classes" in result.stdout, str(result)
+
+
+@pytest.mark.standing
 @pytest.mark.parametrize("size", [3])
 def test_a_table_that_cannot_be_used_is_refused_once(size: int, run_dir: Path, tmp_path: Path) -> None:
     table = table_of(save_photos(tmp_path / "photos"))

@@ -21,6 +21,7 @@ def test_ranks_count_classes_and_twins_together(size: int, tmp_path: Path) -> No
     folder, run, out = save_images(tmp_path / "images", rare=6), tmp_path / "run", tmp_path / "out"
     shutil.copy(folder / "train" / "rare" / "5.png", folder / "train" / "common" / "copy.png")
     command = [*TRAIN, "--batch-size", "2", "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run)]
+    command += ["--class-weights", "balanced", "--metric", "auroc"]
     result = hvfreeze(size, *command)
     assert result.returncode == 0, str(result)
     assert result.stdout.count("of 25 training images, 2 have a twin in another class") == 1
@@ -30,5 +31,5 @@ def test_ranks_count_classes_and_twins_together(size: int, tmp_path: Path) -> No
     evaluated = hvfreeze(1, "evaluate", str(run), "--out", str(out))
     assert evaluated.returncode == 0, str(evaluated)
     found = json.loads((out / "evaluation.json").read_text())
-    for key in ("accuracy", "balanced_accuracy", "majority_share"):
+    for key in ("accuracy", "balanced_accuracy", "majority_share", "macro_f1", "auroc"):
         assert summary[f"test_{key}"] == pytest.approx(found[key]), key

@@ -143,9 +143,9 @@ FILES = [
     ("vote_weight: [1, .nan]", ["--vote-weight (1,nan)"]),
     ("vote_weight: [1, -2]", ["--vote-weight (1,-2)", "negative"]),
     ("- epochs", ["must be a mapping", "list"]),
-    ("epochs: [", ["cannot be parsed as YAML"]),
-    ("epochs: \x07", ["cannot be parsed as YAML"]),
-    (f"run_dir: !!python/object/apply:os.mkdir [{PROBE}]", ["cannot be parsed as YAML", "python/object"]),
+    ("epochs: [", ["is not plain YAML"]),
+    ("epochs: \x07", ["is not plain YAML"]),
+    (f"run_dir: !!python/object/apply:os.mkdir [{PROBE}]", ["is not plain YAML", "python/object"]),
 ]
 
 

@@ -45,6 +45,9 @@ def test_two_classes_have_the_curve_of_the_second() -> None:
 
 def test_those_of_labels() -> None:
     labels = (RNG.random((97, 5)) < 0.3).astype(np.float32)
+    alone = MultiLabel(1).metrics(LOGITS[:, :1], labels[:, :1])
+    assert alone["macro_f1"] == reference.f1_score(labels[:, 0], LOGITS[:, 0] > 0)
+    assert alone["average_precision"] == reference.average_precision_score(labels[:, 0], LOGITS[:, 0])
     labels[:, 4] = 0
     task = MultiLabel(5, thresholds=(0.4, 0.5, 0.6, 0.5, 0.5))
     found = task.metrics(LOGITS, labels)
@@ -71,7 +74,11 @@ def test_answers_that_are_not_finite_have_no_metric_but_those_of_classes() -> No
     found = Classes(5, metric="auroc").metrics(broken, np.zeros(97, np.int64))
     assert found["accuracy"] == found["macro_f1"] == 0 and np.isnan(found["auroc"])
     assert Classes(5).kept(torch.from_numpy(broken)).eq(NO_ANSWER).all()
-    assert all(np.isnan(value) for value in Numbers(5).metrics(broken, LOGITS).values())
+    for task, labels in ((Numbers(5), LOGITS), (MultiLabel(5), (LOGITS > 0).astype(np.float32))):
+        metrics = task.metrics(broken, labels)
+        assert all(np.isnan(value) for name, value in metrics.items() if name != "accuracy")
+        # A model whose metric is not known is worse than any other.
+        assert task.decides(metrics) == -np.inf
 
 
 def test_a_threshold_has_the_best_f1_that_there_is() -> None:

@@ -23,6 +23,7 @@ PROMISED = {
     "FreezeConfig",
     "HvfreezeError",
     "auto",
+    "fit_classifier",
     "fit_head",
     "load_model",
     "train",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.program import Outcome, call
@@ -101,3 +102,50 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_p
     refused(call("auto", str(tmp_path / "gone.csv"), *SMALL[:2]), 3, "gone.csv does not exist")
     (tmp_path / "images" / "03.png").write_bytes(b"")
     refused(call("predict", str(run_dir), str(table)), 3)
+
+
+KINDS = {
+    "columns": ("red,light", "{red:d},{light:d}", ["--label-column", "red,light"]),
+    "one cell": ("label", "{names}", ["--label-delimiter", "|"]),
+    "numbers": ("label", "{number}", ["--task", "numbers"]),
+}
+
+
+@pytest.mark.parametrize("how", KINDS)
+@pytest.mark.parametrize("command", ["train", "auto"])
+def test_several_labels_and_numbers_are_trained_judged_predicted_and_exported(
+    how: str, command: str, tmp_path: Path
+) -> None:
+    header, cells, flags = KINDS[how]
+    lines = [f"image,{header},split"]
+    for number in range(48):
+        red, light = number % 2 == 1, number % 3 == 1
+        pixels = np.random.default_rng(number).integers(0, 60, (16, 16, 3), dtype=np.uint8) + 120 * light
+        pixels[..., 0] += 70 * red
+        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{number:02d}.png")
+        names = "|".join(["red"] * red + ["light"] * light)
+        cell = cells.format(red=red, light=light, names=names, number=1000 + 50.5 * red + 7 * light)
+        lines.append(f"{number:02d}.png,{cell},{'test' if number >= 36 else 'train'}")
+    table, run = tmp_path / "labels.csv", tmp_path / "run"
+    table.write_text("\n".join(lines))
+    small = ["--model", "mlp-16x16", "--epochs", "1", "--threads", "1", *flags, "--run-dir", str(run)]
+    data = [str(table)] if command == "auto" else ["--data", str(table), "--batch-size", "6"]
+    made = call(command, *data, *small)
+    assert made.returncode == 0, str(made)
+    judged, other = call("evaluate", str(run)), call("evaluate", str(run), "--data-dir", str(table))
+    assert judged.returncode == other.returncode == 0, f"{judged}\n{other}"
+    told = call("predict", str(run), str(table), "--out", str(tmp_path / "answers.csv"))
+    assert told.returncode == 0, str(told)
+    rows = list(csv.DictReader((tmp_path / "answers.csv").read_text().splitlines()))
+    assert [row["path"] for row in rows] == [str(tmp_path / f"{number:02d}.png") for number in range(48)]
+    exported = call("export", str(run), "--format", "torch")
+    assert exported.returncode == 0, str(exported)
+    program = torch.export.load(run / "model.pt2").module()
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(row["path"]))).permute(2, 0, 1) for row in rows])
+    found = program(pixels).detach()
+    if how == "numbers":
+        wanted = [float(row["label"]) for row in rows]
+        np.testing.assert_allclose(found[:, 0].numpy(), wanted, rtol=1e-4)
+        assert 900 < float(found.mean()) < 1200
+    else:
+        assert found.shape == (48, 2)

@@ -282,6 +282,11 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "folder.csv")
 
 
+def test_a_column_of_weights_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    lines = [f"{line},{'sample_weight' if line == SPLIT[0] else 2}" for line in SPLIT]
+    assert "column sample_weight has no effect" in " ".join(opened(table(tmp_path, lines)).notes)
+
+
 def test_rows_that_repeat_an_image_are_counted(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, [*SPLIT, "./1.png,cat,train"]))
     assert len(splits.train) == 4

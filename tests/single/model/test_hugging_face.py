@@ -267,7 +267,7 @@ def model_named(name: str) -> None:
         ({}, "has no config.json; give a folder that save_pretrained wrote"),
         ({"config.json": "{"}, "config.json cannot be read: Expecting property name"),
         ({"config.json": "[]"}, "config.json holds no JSON object"),
-        ({"config.json": '{"model_type": "bert"}'}, "is of the architecture bert, and those that can be cut"),
+        ({"config.json": '{"model_type": "bert"}'}, "has the architecture bert; the supported architectures"),
         ({"config.json": '{"architecture": "resnet18"}'}, "pass --model timm:resnet18"),
         ({"config.json": '{"model_type": "vit", "hidden_size": 7}'}, "cannot build a vit for images of 32 pixels"),
     ],

@@ -356,7 +356,7 @@ def test_a_file_that_is_missing_damaged_or_no_weights_is_refused_by_name(tmp_pat
         assert "\n" not in str(refusal.value)
     with pytest.raises(RefusedError, match=r"absent\.pt\) cannot be read: No such file"):
         read_weights(str(tmp_path / "absent.pt"))
-    with pytest.raises(RefusedError, match="cannot be read: Is a directory"):
+    with pytest.raises(RefusedError, match="are a folder; name a file of weights in it"):
         read_weights(str(tmp_path))
 
 

@@ -1,0 +1,80 @@
+"""Every rank fits heads in a script, and as `hvfreeze auto` does it, on the same samples of the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvfreeze.comm.replica_sync import check_replicas
+from hvfreeze.comm.world import World
+from hvfreeze.config.tree import from_dict
+from hvfreeze.inference.model import load_model
+from hvfreeze.integration import fit_classifier, fit_head
+from hvfreeze.model.model_sources import build_model
+from hvfreeze.training.build import prepare
+from hvfreeze.training.run import run
+from tests.parallel.workers.checking import with_folder
+
+MODEL = "resnet20"
+
+
+def trained(classes: int = 10, weights: str = "none") -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(MODEL, num_classes=classes, image_size=32, weights=weights).model
+
+
+def as_auto(world: World, folder: Path, head: str) -> tuple[dict[str, Any], Any, DataLoader[Any], Tensor]:
+    """Return the summary of `hvfreeze auto --epochs 1`, its model, a script's loader of its samples, and images."""
+    weights = folder / "weights.pt"
+    if world.rank == 0 and not weights.exists():
+        torch.save(trained().state_dict(), weights)
+    world.barrier(name="saved")
+    settings = {"freeze": "auto", "epochs": 1, "model": MODEL, "weights": str(weights), "head": head}
+    settings |= {"train_samples": 300, "threads": 1, "run_dir": str(folder / head)}
+    summary = run(from_dict(settings), world)
+    job = prepare(from_dict({**settings, "run_dir": str(folder / f"{head}-again")}), world)
+    feed = job.factory.context.feed
+    own = feed.plan.owned(feed.replica)
+    seen = feed.shown(job.factory.augment(from_dict({"augment": "none"})), mirrors=False).images
+    columns = (seen.load(own, np.zeros_like(own)), feed.images.labels[torch.from_numpy(own)])
+    images = columns[0][:20]
+    job.opened.model.close()
+    return summary, load_model(folder / head), DataLoader(TensorDataset(*columns), batch_size=32), images
+
+
+def compare(said: Tensor, wanted: Tensor, *, within: float) -> None:
+    difference = float((said - wanted).norm() / (wanted - wanted.mean(0)).norm())
+    assert said.argmax(1).equal(wanted.argmax(1)) and difference < within, (difference, said[:3], wanted[:3])
+
+
+@with_folder
+def check_a_fitted_last_layer_is_that_of_auto(world: World, folder: Path) -> None:
+    summary, applied, loader, images = as_auto(world, folder, "last")
+    model = trained(weights=str(folder / "weights.pt"))
+    with patch.object(fit_head, "script_world", lambda _: world):
+        chosen = fit_head.fit_head(model, loader)
+        assert abs(chosen.penalty - summary["head"]["penalty"]) < 1e-12, (chosen.penalty, summary["head"])
+    assert chosen.rows == 300 and check_replicas(model, world, step=0)
+    with torch.no_grad():
+        # Logistic regression ends within a tenth of the exact coefficients.
+        compare(model.eval()(images), applied.logits(images), within=0.1)
+
+
+@with_folder
+def check_a_fitted_classifier_is_that_of_auto(world: World, folder: Path) -> None:
+    summary, applied, loader, images = as_auto(world, folder, "multi-level")
+    model = trained(weights=str(folder / "weights.pt")).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with patch.object(fit_classifier, "script_world", lambda _: world):
+        fitted = fit_classifier.fit_classifier(model, loader)
+    assert abs(fitted.fit.penalty - summary["head"]["penalty"]) < 1e-12, (fitted.fit.penalty, summary["head"])
+    assert fitted.fit.rows == 300 and check_replicas(fitted.classifier, world, step=0)
+    assert model.training and all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        compare(fitted.classifier.eval()(images), applied.logits(images), within=0.01)

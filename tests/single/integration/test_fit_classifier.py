@@ -1,0 +1,84 @@
+"""`hvfreeze.fit_classifier` alone: what it fits, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvfreeze
+from hvfreeze.errors import UsageError
+
+
+def network(outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(96, outputs))
+
+
+def data(rows: int = 240) -> tuple[Tensor, Tensor]:
+    """Images whose class is the brightest channel."""
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(rows, 3, 8, 8, generator=random) + 0.5 * torch.randn(rows, 3, 1, 1, generator=random)
+    return images, images.mean((2, 3)).argmax(1)
+
+
+def batches(*columns: Tensor) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*columns), batch_size=32)
+
+
+@torch.no_grad()
+def test_a_head_on_all_blocks_answers_what_the_last_layer_cannot() -> None:
+    model, (images, labels) = network(), data()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fitted = hvfreeze.fit_classifier(model.train(), batches(images, labels))
+    assert fitted.fit.rows == 240 and fitted.fit.chosen is not None and fitted.fit.chosen.held_out_accuracy > 0.7
+    assert model.training and all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    others, wanted = data(340)
+    said = fitted.classifier.eval()(others[240:]).argmax(1)
+    assert float((said == wanted[240:]).float().mean()) > 0.7
+    again = hvfreeze.fit_classifier(model, batches(images, labels), flips=True, pool=1, penalty=0.1, outputs=5)
+    assert again.fit.rows == 480 and again.classifier(images[:2]).shape == (2, 5)
+
+
+def test_numbers_labels_and_class_weights() -> None:
+    model, (images, labels) = network(), data()
+    numbers = images.mean((2, 3)) * 5 + 100
+    fit = hvfreeze.fit_classifier(model, batches(images, numbers), task="numbers").fit
+    assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.7
+    fit = hvfreeze.fit_classifier(model, batches(images, (numbers > 100).float()), task="labels").fit
+    assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.7
+    hvfreeze.fit_classifier(model, batches(images, labels), class_weights="balanced")
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.fc = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(self.part(x)) if float(x.sum()) > 0 else self.part(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (network(), {"task": "boxes"}, r"task \(boxes\) must be one of"),
+        (network(), {"tokens": "last"}, r"tokens \(last\) must be one of mean, class, grid"),
+        (network(2), {}, "a label is 2, and the last layer has 2 outputs"),
+        (TwoInputs(), {}, "its forward pass"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {}, "does not end in a linear layer|one block only"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(model: nn.Module, options: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        hvfreeze.fit_classifier(model, batches(*data(64)), **options)  # type: ignore[arg-type]
+
+
+def test_a_loader_without_batches_or_images_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no batches"):
+        hvfreeze.fit_classifier(network(), [])
+    with pytest.raises(UsageError, match="has no tensor of images; give split="):
+        hvfreeze.fit_classifier(network(), [({"images": data(8)[0]}, data(8)[1])])

@@ -1,4 +1,4 @@
-"""What is the best that full fine-tuning does, and for how many epochs? And what does DistributedDataParallel do?
+"""Full fine-tuning for several numbers of epochs, and DistributedDataParallel on the same work.
 
     python -m analysis.baseline --preset reduced --data-dir DIR --weights FILE
 

@@ -1,4 +1,4 @@
-"""`make bench`: our time over that of reference loops written by hand, into build/bench.json.
+"""`make bench`: the time of hvfreeze over that of hand-written reference loops, into build/bench.json.
 
     python -m analysis.bench                          everything, in 15 minutes on 2 cores that nobody else uses;
                                                       what a slower machine does not reach by then is named

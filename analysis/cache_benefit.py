@@ -47,13 +47,13 @@ GROUNDS: dict[int, dict[str, Value]] = {
 CUTS = (4, 5)
 LEARNING_RATES = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 FOURS, VOTED_FOURS = {128: 2}, 2
-"""Fours of runs at most, where they take long: image size -> for cuts that stay, and for those that move."""
+"""Largest number of fours of slow runs: by image size for fixed cuts, and for changing cuts."""
 SMOKE_RATES = 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run with and without the cache: an image size, and a cut that stays, or None for one that moves."""
+    """An image size with a fixed cut, or None for a changing one, to be run with and without the cache."""
 
     size: int
     cut: int | None
@@ -128,7 +128,7 @@ def gain(results: Results, setting: Setting, way: str = ON, column: str = WHOLE)
 
 
 def plan_error(results: Results, setting: Setting, way: str = ON) -> Interval:
-    """Return the seconds that the plan promised beyond those that the clocks of training say were saved."""
+    """Return the predicted minus the measured seconds saved in training."""
     ours, theirs = (results.values(setting.label(each), TRAINING) for each in (way, OFF))
     predicted = results.values(setting.label(way), "cache_seconds_saved_predicted")
     shared = sorted(ours.keys() & theirs.keys() & predicted.keys())
@@ -158,12 +158,12 @@ class Sweep:
 
     @property
     def first_gain(self) -> float:
-        """The same of the first run, which fills the cache."""
+        """The speed-up of the first run, which fills the cache."""
         return self.alone[0] / self.shared[0]
 
     @property
     def later_gain(self) -> Interval:
-        """The same of the runs after the first, paired by learning rate."""
+        """The speed-up of the runs after the first, paired by learning rate."""
         ours, theirs = (dict(enumerate(seconds[1:])) for seconds in (self.shared, self.alone))
         return paired_ratio(theirs, ours)
 

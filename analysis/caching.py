@@ -31,7 +31,7 @@ ON, OFF = "cut4-on", "cut4-off"
 VIEWS = {"views1": "1", ON: "2", "views4": "4", "views8": "8", "fresh": "fresh, not cached"}
 STORED = ("float16", "bfloat16")
 MORE_SEEDS = 2
-"""For float16 beside the native type, whose difference is to be known to a fraction of a point."""
+"""Additional seeds for float16 against the native type, whose difference must be known to a fraction of a point."""
 SIZES = (32, 64, 224)
 BASE: dict[str, Value] = {"augment": "views:2", "freeze": "static", "cut": 4}
 CACHED_FROM = 2

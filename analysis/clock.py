@@ -138,13 +138,13 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Commands:
-    """What whole commands took; epochs that were not made are taken to last as long as the others."""
+    """Times of whole commands; epochs that were not run are assumed to last as long as the others."""
 
     rows: pd.DataFrame
 
     @classmethod
     def of(cls, root: Path) -> Commands:
-        """Return those that are kept."""
+        """Return the recorded rows."""
         rows = pd.read_csv(root / NAME / "rows.csv", keep_default_na=False)
         missing = rows["train_seconds"] * (rows["epochs"] - rows["epochs_made"]) / rows["epochs_made"]
         return cls(rows.assign(whole=rows["whole_seconds"] + missing, train=rows["train_seconds"] + missing))

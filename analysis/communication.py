@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Value]] = {
 }
 BATCH, STEPS, EPOCHS = 64, 4, 6
 MORE_EPOCHS = 2
-"""That low rank is given: it sets in after the first ten steps."""
+"""Additional epochs with low rank, which begins after the first ten steps."""
 NETWORK = (2, "1gbit")
 """The network that the answer is about."""
 REPEATED = ((1, ""), NETWORK, (4, "1gbit"))

@@ -27,7 +27,7 @@ VARIANTS = {f"{PLAIN}-{name.replace(':', '')}": name for name in ("fp16", "power
 """Label -> `--compression`."""
 SEEDS = 5
 ALLOWED = 0.003
-"""Of test accuracy: what an exchange was asked to cost at most."""
+"""Largest loss of test accuracy that an exchange was allowed."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:

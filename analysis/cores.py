@@ -33,9 +33,9 @@ from hvfreeze.wording import plural
 GLOBAL_BATCH, STRONG_IMAGES = 384, 2_304
 RANK_BATCH, RANK_IMAGES = 64, 384
 SMALL_BATCH, SMALL_IMAGES, SMALL_RANKS = 16, 64, 2
-"""Of the smoke preset on any machine; batch and images of all ranks, and of each."""
+"""Sizes of the smoke preset: batch and images (over all ranks, and per rank), and number of ranks."""
 FEW, MANY = 5_000, 20_000
-"""Images that a head is solved on."""
+"""Numbers of images that a head is fitted to."""
 WAYS = {
     "full": "full, one batch of all ranks",
     "frozen": "frozen by a schedule, one batch",

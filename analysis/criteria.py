@@ -75,7 +75,7 @@ COMMON: dict[str, Value] = {
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
-    """Return all criteria on every ground, a seed after the other."""
+    """Return all criteria on every task, one seed after the other."""
     if preset.is_smoke:
         return preset.runs({f"near-{way}-{LONGEST}": {"freeze": way} for way in (NONE, OURS)}, {})
     return [
@@ -93,7 +93,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
 
 
 def label_of(name: str, way: str, epochs: int) -> str:
-    """Return the label of a criterion's runs on a ground."""
+    """Return the label of a criterion's runs on a task."""
     return f"{name}-{way}-{epochs}"
 
 
@@ -123,7 +123,7 @@ def lost(results: Results, name: str, way: str, epochs: int) -> Interval:
 
 
 def rivals(results: Results, name: str) -> list[str]:
-    """Return each schedule beside the longest of ours that take no more work; nothing where ours take more."""
+    """Return each schedule with the longest coherence run of at most equal work; empty if there is none."""
     found = []
     for way in ("linear", "geometric"):
         for epochs in EPOCHS[way]:
@@ -180,7 +180,7 @@ def words(results: Results) -> Words:
 
 
 def drawings(results: Results) -> Mapping[str, Figure]:
-    """Return accuracy against work on each ground."""
+    """Return a figure of accuracy against work on each task."""
 
     def way_of(name: str, way: str) -> Way:
         labels = [label_of(name, way, epochs) for epochs in EPOCHS[way]]

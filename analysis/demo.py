@@ -35,7 +35,7 @@ from hvfreeze.wording import plural
 
 LAST_LINES = 12
 TAG = re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:")
-"""What horovodrun puts before each line of a rank, and now and then behind it."""
+"""The prefix that horovodrun adds to each line of a rank, and sometimes the suffix."""
 
 
 class StageError(HvfreezeError):

@@ -21,7 +21,7 @@ SIDE, DOT, APART = 32, 3, 3
 """Pixels: of an image, of a dot, and the most that two dots' corners lie apart in both directions where they touch."""
 MOST = 6
 NOISE, BRIGHT = (0, 100), (180, 256)
-"""Grey values: of each channel of the ground, and of a dot."""
+"""Grey values per channel of the background, and of a dot."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,10 +33,10 @@ VARIANTS: dict[str, dict[str, Value]] = {
     "rows in float16": {"cache": "on", "cache_dtype": "float16"},
     OWN_NORMALISATION: {},
 }
-"""What a reader knows a variant by -> its flags."""
+"""Variants by their name for readers -> their flags."""
 LABELS = {variant.replace(" ", "-").replace("'", ""): variant for variant in VARIANTS}
 FEATURES, KERNEL, EXACTNESS = tuple(LABELS)[:7], tuple(LABELS)[7], tuple(LABELS)[8:]
-"""Those that change what the head reads; behind the kernel, the others change how exactly it is computed."""
+"""Variants of the head's input; those behind the kernel change how exactly it is computed."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:

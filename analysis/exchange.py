@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, str]] = {"Open MPI's": THEIRS, "ours": {}}
 UNSTAMPED = "AMD EPYC, 4 cores; mpirun (Open MPI) 4.1.4, torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept rows that name none."""
 HIERARCHICAL = {"OMPI_MCA_coll_han_priority": "100", "OMPI_MCA_coll_han_use_simple_allreduce": "1"}
-"""In Open MPI 4.1.4 the pipelined hierarchical sum reads address 0x10001 where ranks sum in place, as Horovod's do."""
+"""Open MPI 4.1.4's pipelined hierarchical allreduce reads address 0x10001 if ranks sum in place, as Horovod's do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

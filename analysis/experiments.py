@@ -36,7 +36,7 @@ from analysis import (
 from analysis.sweeps.sweep import main as main_of
 
 EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, caching, communication))
-"""Those that begin with the same weights, or with none."""
+"""Experiments with the same initial weights, or with none."""
 EVERY = (
     *EXPERIMENTS,
     *peers.EXPERIMENTS.values(),

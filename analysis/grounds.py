@@ -44,13 +44,13 @@ LITE: dict[str, Value] = {
     "image_size": 128,
 }
 EPOCHS, FEWER = 8, (2, 4, 8)
-"""Of full fine-tuning, with twice as many beside them, and the most that auto may take where it is not left to it."""
+"""Epochs of full fine-tuning, which also runs twice as many, and smaller limits of epochs for auto."""
 BUDGETS = (*FEWER, 2 * EPOCHS)
 """Epochs of full fine-tuning whose seconds auto has as a time budget."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
 SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
-"""A head that is solved while nothing is tuned, auto by itself, and what both are held against."""
+"""Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
 FULLS = {"full": WHOLE, "full16": LONGER}
@@ -71,15 +71,15 @@ class Ground:
     """Training images."""
     flags: Mapping[str, Value] = field(default_factory=dict)
     batch: int = 64
-    """Of a rank, in full fine-tuning."""
+    """Samples per rank, in full fine-tuning."""
     full: Mapping[str, Value] = field(default_factory=dict)
-    """Flags that full fine-tuning needs, and auto finds out by itself."""
+    """Flags that full fine-tuning needs, and auto determines itself."""
     folder: str | None = None
-    """Of its images, where these are another ground's, or a part of them; such have auto's own epochs alone, and are in
-    no figure."""
+    """Folder of its images, if it shares or reduces another task's; such tasks only have auto's default epochs, and are
+    in no figure."""
 
     def ways(self) -> dict[str, dict[str, Value]]:
-        """Return the flags of all ways, but for those that name data and model."""
+        """Return the flags of all methods, except those of data and model."""
         full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.folder else FEWER
         fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *fewer)}
         autos = {"auto": AUTO, "auto1": SOLVED}
@@ -87,7 +87,7 @@ class Ground:
 
 
 def few_of(name: str, ground: Ground) -> Ground:
-    """Return the ground with `FEW` of its images."""
+    """Return the task with `FEW` of its images."""
     words = f"{ground.words.partition(',')[0]}, {FEW} images"
     flags = {**ground.flags, "train_samples": FEW}
     return replace(ground, words=words, images=FEW, flags=flags, batch=32, folder=name)
@@ -137,12 +137,12 @@ GROUNDS |= {
         folder="cifar-half",
     ),
 }
-"""Name of a ground, a folder of data where it has all its images as they are -> what is in it."""
+"""Tasks by name, which is the folder of their data unless they share another task's."""
 SMOKE_GROUND = "digits"
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
-    """Return all ways on every ground, a seed after the other; the ways of a seed follow each other in time."""
+    """Return all methods on every task, one seed after the other; the methods of a seed follow each other."""
     if preset.is_smoke:
         ways: dict[str, dict[str, Value]] = {"auto": AUTO, "auto1": SOLVED, "full": {}}
         return preset.runs({f"{SMOKE_GROUND}-{way}": flags for way, flags in ways.items()}, {})
@@ -175,7 +175,7 @@ def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
 
 
 def flags_of(name: str, way: str) -> dict[str, Value]:
-    """Return the flags of a ground's runs; the data lie in a folder below --data-dir."""
+    """Return the flags of a task's runs; the data are in a folder below --data-dir."""
     ground = GROUNDS[name]
     return {"data": "imagefolder", "data_dir": f"./{ground.folder or name}", **ground.flags, **ground.ways()[way]}
 
@@ -192,9 +192,9 @@ def paced_results(results: Results) -> Results:
 
 
 def paced(run: Run) -> list[float]:
-    """Return the seconds of every epoch, at the pace of the run's quickest with the same cut and batch.
+    """Return the seconds of every epoch, at the speed of the run's fastest with the same cut and batch.
 
-    Updates keep their own seconds: heads that judge a trial are solved within them.
+    Updates keep their own seconds, because heads that evaluate a trial are fitted within them.
     """
     kinds, steps = [], []
     for before, line in zip(({"step": 0}, *run.metrics), run.metrics, strict=False):
@@ -211,7 +211,7 @@ TRY = "try"
 
 
 def stages_of(run: Run) -> list[dict[str, Any]]:
-    """Return what a finished run did, in order: a trial, tunings, and solutions; earlier versions list them so."""
+    """Return the stages of a finished run in order: a trial, rounds of fine-tuning, and head fits."""
     summary = run.summary or {}
     if "stages" in summary:
         return list(summary["stages"])
@@ -232,7 +232,7 @@ def steps_of(run: Run, stage: str) -> int:
 
 
 def found(results: Results, name: str) -> str:
-    """Return what auto found on a ground, in words."""
+    """Return in words what auto decided on a task."""
     runs = results.runs_of(f"{name}-auto")
     went_on, tried = sum(steps_of(run, "tune") > 0 for run in runs), sum(steps_of(run, TRY) > 0 for run in runs)
     if tried < len(runs):
@@ -241,14 +241,14 @@ def found(results: Results, name: str) -> str:
 
 
 def full_ways(results: Results, name: str) -> dict[str, str]:
-    """Return the labels of full fine-tuning that a ground has rows of, and what a reader knows them by."""
+    """Return the labels of full fine-tuning that a task has rows of, and their names for readers."""
     return {f"{name}-{way}": called for way, called in FULLS.items() if results.has(f"{name}-{way}")}
 
 
 def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
-    """Yield grounds and epochs with the labels of auto and of full fine-tuning that is held against it.
+    """Yield tasks and epochs with the labels of auto and of the compared full fine-tuning.
 
-    `way` is `auto` with --epochs, or `budget`, where both have the seconds of so many epochs.
+    `way` is `auto` with --epochs, or `budget`, with the seconds of as many epochs for both.
     """
     for name in GROUNDS:
         for epochs in FEWER if way == "auto" else BUDGETS:
@@ -259,7 +259,7 @@ def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
 
 
 def by_ground(results: Results, way: str) -> dict[str, str]:
-    """Return by ground how many points auto is ahead of full fine-tuning with as many epochs or seconds."""
+    """Return by task auto's lead over full fine-tuning with as many epochs or seconds, in points."""
     told: dict[str, list[str]] = {}
     for name, epochs, auto, full in paired(results, way):
         points = 100 * results.difference(auto, full).mean
@@ -268,7 +268,7 @@ def by_ground(results: Results, way: str) -> dict[str, str]:
 
 
 def worst_of(results: Results, way: str) -> tuple[str, int, str]:
-    """Return where auto is the furthest behind full fine-tuning: the ground, the epochs, and by how much."""
+    """Return auto's largest deficit: the task, the epochs, and the points."""
     pairs = list(paired(results, way))
     name, epochs, auto, full = min(pairs, key=lambda pair: results.difference(*pair[2:]).mean)
     return GROUNDS[name].words, epochs, results.change(auto, full, n=True)
@@ -292,7 +292,7 @@ def side_by_side(results: Results, way: str, column: str) -> str:
 
 
 def compared(results: Results) -> str:
-    """Return accuracy and time of all ways on each ground, and what auto, at its end, is against full fine-tuning."""
+    """Return accuracy and time of all methods on each task, and auto's final result against full fine-tuning."""
     columns = ("Ground", "Way", "Test accuracy", "Training time", "Auto against it", "Auto's time over its")
     rows = []
     for name, ground in GROUNDS.items():
@@ -305,7 +305,7 @@ def compared(results: Results) -> str:
 
 
 def started() -> str:
-    """Return the flags of each ground's runs."""
+    """Return the flags of each task's runs."""
     rows = []
     for name, ground in GROUNDS.items():
         for own in ground.ways().values():
@@ -360,7 +360,7 @@ def words(results: Results) -> Words:
 
 
 def drawings(results: Results) -> Mapping[str, Figure]:
-    """Return accuracy against time on each ground: auto with one epoch and by itself, beside full."""
+    """Return a figure of accuracy against time on each task: auto, auto with one epoch, and full fine-tuning."""
     own = paced_results(results)
 
     def points(*labels: str) -> list[tuple[Interval, Interval]]:

@@ -48,13 +48,13 @@ AUTO = "--freeze auto"
 UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept lines that name none."""
 MARKERS = {1: "^", 2: "o", 4: "s"}
-"""By number of ranks."""
+"""Plot markers by number of ranks."""
 KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 CLASSES = 100
 MEMORY_BYTES = 6 * 10**9
-"""Of a rank."""
+"""Memory of a rank."""
 SECONDS = 4 * 3600.0
 """After which a run hangs."""
 
@@ -70,7 +70,7 @@ class Planned:
     centres_asked: int | None = None
     """None leaves it to the solver."""
     way: str = ""
-    """Of images: the flags of the command that say how."""
+    """For images: the flags of the command."""
 
 
 PRESETS = {
@@ -86,7 +86,7 @@ PRESETS = {
         Planned("made", 1_000_000, 2, 5_000),
     ],
 }
-"""With 5 000 centres, rows of 100 000 and of 1 000 000 cost the same a row, so that what grows with rows shows."""
+"""With 5,000 centres, 100,000 and 1,000,000 rows cost the same per row, so that growth with rows is visible."""
 DEFAULT = "reduced"
 FULL = "--freeze none --epochs 16 --schedule cosine --evaluate-every 16"
 """The last epoch alone is evaluated: what a user who knows his settings would wait for."""
@@ -147,7 +147,7 @@ def now() -> str:
 
 
 def is_of(line: Line, run: Planned) -> bool:
-    """Tell whether a line is a run's."""
+    """Return True if a line belongs to a run."""
     return asdict(run).items() <= {"way": "", **line}.items()
 
 
@@ -186,7 +186,7 @@ def measure(run: Planned, data_dir: Path | None, weights: Path | None) -> dict[s
 
 
 def accuracy_for_both(run_dir: Path, data_dir: Path) -> float:
-    """Return which part of the test images is right by the mean of the logits of an image and its mirror image."""
+    """Return the test accuracy of the mean logits of an image and its flip."""
     applied, right, count = load_model(run_dir), 0, 0
     for number, name in enumerate(applied.classes):
         paths = sorted(Path(data_dir, "test", name).iterdir())

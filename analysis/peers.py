@@ -49,13 +49,13 @@ SEEDS = {1_000: 5, 5_000: 5, 20_000: 3}
 """Training samples -> seeds of a way."""
 HEADLINE = ("full", "auto", "auto-one-view")
 HEADLINE_SEEDS = {1_000: 10, 5_000: 10, 20_000: 3}
-"""The same of the ways that the front page compares."""
+"""Seeds of the methods on the front page, by number of samples."""
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
 SMOKE_PEERS = ("full", "lp-ft", "exact", "auto")
 """The others' code paths are seen to run by other experiments."""
 MANY, MANY_SAMPLES = 99, 10**9
 NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0.2564,0.2762"}
-"""As the weights were trained, on CIFAR-100."""
+"""Normalisation of the weights' training, on CIFAR-100."""
 CACHED: dict[str, Value] = {"augment": "views:2", "cache": "on"}
 LAST_STAGE: dict[str, Value] = {"freeze": "static", "cut": 4}
 EXACT: dict[str, Value] = {"head": "multi-level", "head_fit": "exact", "augment": "views:2"}
@@ -78,7 +78,7 @@ class Peer:
     more: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Training samples -> budgets that it is given besides."""
     lr: float | None = None
-    """The learning rate that it has by itself."""
+    """The method's own learning rate; None chooses one."""
     most_samples: int = MANY_SAMPLES
     """It is not run on more."""
     longer: int = 1
@@ -112,12 +112,12 @@ PEERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What peers are compared on."""
+    """A task for the comparison of methods."""
 
     larger: int = 1
     """Times the preset's image size."""
     flags: Mapping[str, Value] = field(default_factory=dict)
-    """Of all runs, such as another model."""
+    """Flags of all runs, such as another model."""
     counts: Sequence[int] = (1_000, 5_000)
     """Numbers of training samples; 20 000 take hours more."""
     peers: Sequence[str] = tuple(PEERS)

@@ -32,7 +32,7 @@ RANKS = (1, 2, 4)
 IMAGE_SIZES = (32, 64)
 BATCH_SIZES = (32, 64)
 SECONDS = 40.0
-"""For one number of ranks, image size and batch size, beside what it takes to get ready."""
+"""Seconds of measurement per number of ranks, image size and batch size, in addition to the preparation."""
 FACTS = ("processor", "cores", "versions")
 
 
@@ -83,7 +83,7 @@ def begun(path: Path) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """Return what the seconds depend on, beside the source."""
+    """Return the facts that the seconds depend on, apart from the source."""
     known = describe_environment([facts_of_this_rank()])
     return {name: known.get(name) for name in FACTS}
 

@@ -35,7 +35,7 @@ PARTS = {
     "redealing": redealing_runs,
 }
 TIMED = ("trunk", "grid", "frozen", "cached")
-"""What labels begin with whose training times were measured on an idle machine."""
+"""Prefixes of labels whose training times were measured on an idle machine."""
 
 
 def runs(preset: Preset) -> list[PlannedRun]:

@@ -70,7 +70,7 @@ def parts(pages: Mapping[Path, str]) -> dict[str, str]:
 
 
 def guides_with(parts: Mapping[str, str], readme: Path) -> dict[Path, str]:
-    """Return the texts of README and of every page below docs/ beside it, with the parts between their markers.
+    """Return the texts of README and of every page in docs/, with the parts between their markers.
 
     Raises:
         RefusedError: the markers of a part are on no page, on several, or more than once.

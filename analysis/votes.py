@@ -52,12 +52,12 @@ from hvfreeze.report.tables import Table, percent, to_csv
 NAME = "votes"
 EVIDENCE, RULES, TRAINED = "evidence.jsonl.gz", "rules.csv", "trained.csv"
 LOOSE = 0.3
-"""A `--min-gain` that freezes something here, beside the program's default."""
+"""A `--min-gain` that freezes blocks here, in addition to the program's default."""
 GROUPS = (("gradient-norm", 0.02), ("coherence", 0.02), ("coherence", LOOSE))
 """Criterion and `--min-gain`."""
 MEASURES = ("early", "late", "forgone", "saved")
 EVERY = "all"
-"""In place of one skew."""
+"""Label for all kinds of skew."""
 DIVERGES = 0.05
 """Part of the votes by which a rule must at least differ from the default, early or late, for it to be trained with."""
 LOGGED, TRAINED_SEEDS = range(10), range(5)
@@ -169,7 +169,7 @@ def columns(name: str, interval: Interval) -> dict[str, float]:
 
 
 class Study:
-    """What is kept of the replay and of the runs that were trained by rules."""
+    """The recorded results of the replay and of trained runs."""
 
     def __init__(self, folder: Path) -> None:
         self.rules, self.runs = (
@@ -219,7 +219,7 @@ class Study:
         return found
 
     def differs(self, row: Any) -> bool:
-        """Tell whether a rule is too early or too late in more votes than the default, or in fewer."""
+        """Return True if the share of votes that are too early or too late differs from the default's."""
         changes = [self.spread(row, f"{measure}_change") for measure in ("early", "late")]
         return any(abs(change.mean) >= DIVERGES and change.low * change.high > 0 for change in changes)
 

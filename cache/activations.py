@@ -474,7 +474,7 @@ CONTRAST = 3.0
 """Factor for the other rows, which changes the batch's statistics a lot."""
 
 
-def rows_are_their_own(run_prefix: Callable[[Any], Tensor], inputs: Any, whole: Tensor) -> bool:
+def rows_are_independent(run_prefix: Callable[[Any], Tensor], inputs: Any, whole: Tensor) -> bool:
     """Return True if a row does not depend on the other rows of its batch, except for rounding.
 
     It does behind a BatchNorm without running statistics, for example. Arguments are those of

@@ -86,7 +86,9 @@ def measure_directory(
             cold = max(warm, SLOW_DISK)
         status, free = os.statvfs(directory), free_bytes(directory)
     except OSError as error:
-        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
+        raise CacheFault(
+            f"cache directory {directory} cannot be measured ({error}); choose another --cache-dir"
+        ) from error
     start = time.perf_counter()
     hashlib.sha256(batch.data).digest()
     hashing = (time.perf_counter() - start) / batch.nbytes

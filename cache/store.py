@@ -81,10 +81,10 @@ class Sample:
                 f"cache file {self.file.path} refused: it stores rows of {row_format}, this run computes {ours}; "
                 "remove it, or choose another --cache-dir or directory="
             )
-        theirs, mine = self.file.read(torch.from_numpy(self.rows)), row_format.pack(computed)
-        if torch.equal(bytes_of(mine), bytes_of(theirs)):
+        theirs, local = self.file.read(torch.from_numpy(self.rows)), row_format.pack(computed)
+        if torch.equal(bytes_of(local), bytes_of(theirs)):
             return
-        difference = _relative_difference(mine, theirs)
+        difference = _relative_difference(local, theirs)
         if (batch_invariant and self.exact) or not difference <= MOST_DIFFERENT:
             raise CacheFault(
                 f"cache file {self.file.path} refused: its fingerprint matches, but its rows differ from those of "
@@ -232,7 +232,7 @@ class Store:
         if self.waiting or len(chosen) == 0:
             return 0
         row = RowFormat.of(batch, stored=self._stored)
-        self._refuse_unlike(row, self.row)
+        self._check_row_format(row, self.row)
         if self._writer is None:
             self._start_writer(row)
         writer = self._writer
@@ -291,10 +291,10 @@ class Store:
         Raises:
             CacheFault: one of them is damaged.
         """
-        mine = [file for file in self._adopted if shard_of(file.path) % size == rank]
-        for file in mine:
+        local = [file for file in self._adopted if shard_of(file.path) % size == rank]
+        for file in local:
             file.verify()
-        return {file.path.name: file.digest for file in mine}
+        return {file.path.name: file.digest for file in local}
 
     def accept(self, verified: Mapping[str, str]) -> None:
         """Mark files that `verify_share` of other ranks returned as verified; others are at the first read."""
@@ -410,7 +410,7 @@ class Store:
     def _new_writer(self, lock: FileLock, row: RowFormat) -> FileWriter:
         """Return a writer for a file with the rows of the one that it replaces, and room for the missing ones."""
         own = self._open(self.path)
-        self._refuse_unlike(row, own.manifest.row if own else None)
+        self._check_row_format(row, own.manifest.row if own else None)
         exact = self.exact and (own is None or self.fingerprint.is_exact(own.manifest.fingerprint))
         manifest = Manifest(
             fingerprint=self.fingerprint if own is None or exact else Fingerprint.of(self.fingerprint.fields),
@@ -433,6 +433,6 @@ class Store:
             writer.copy(own)
         return writer
 
-    def _refuse_unlike(self, row: RowFormat, known: RowFormat | None) -> None:
+    def _check_row_format(self, row: RowFormat, known: RowFormat | None) -> None:
         if known is not None and not known.same_rows(row):
             raise CacheFault(f"cache file {self.path} stores rows of {known}, this run computes {row}; remove it")

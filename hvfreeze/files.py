@@ -137,12 +137,12 @@ def check_unlocked(path: Path) -> None:
         LockedError: it is locked.
         OSError: it cannot be opened.
     """
-    with kept_unlocked(path):
+    with hold_unlocked(path):
         pass
 
 
 @contextmanager
-def kept_unlocked(path: Path) -> Iterator[str]:
+def hold_unlocked(path: Path) -> Iterator[str]:
     """Block the lock of a `FileLock` inside the context, and yield its note; raises like `check_unlocked`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

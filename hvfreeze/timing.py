@@ -12,11 +12,11 @@ def least_seconds(work: Callable[[], object], *, times: int) -> float:
 
 
 LEAST_TRIES, MOST_TRIES, SECONDS = 2, 6, 0.8
-"""Limits of `settled_seconds`: never more runs than the second, and more than the first only within the given
+"""Limits of `min_seconds`: never more runs than the second, and more than the first only within the given
 seconds."""
 
 
-def settled_seconds(work: Callable[[], object], *, within: float = SECONDS) -> float:
+def min_seconds(work: Callable[[], object], *, within: float = SECONDS) -> float:
     """Return the minimum time of `work` in a few runs: two, or more `within` the given seconds.
 
     The first run warms up libraries and memory, and other processes may disturb some of the others.

@@ -35,7 +35,7 @@ Seconds = dict[str, list[float]]
 
 
 class Meeting(Protocol):
-    """The ranks, as far as a contest needs them. Every method is a collective."""
+    """The ranks of a contest. Every method is a collective."""
 
     def use(self, mode: str) -> None:
         """Set Horovod up in this way on all ranks."""
@@ -196,7 +196,7 @@ class Contest:
         return max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(taken, 1e-6))))
 
     def play(self, number: int, *, steps: int) -> None:
-        """Let every side make `steps` timed steps, in turns that change from round to round."""
+        """Make `steps` timed steps with every side, in turns that change from round to round."""
         for mode in rotated(self.modes, number):
             present = [side for side in self.sides if side.mode == mode]
             if len(self.modes) > 1:

@@ -48,7 +48,7 @@ def bootstrap_interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def is_narrow(row: Row, *, width: float = WIDEST) -> bool:
-    """Tell whether the interval is at most `width` of the ratio wide."""
+    """Return True if the width of the interval is at most `width` of the ratio."""
     return row.high - row.low <= width * row.ratio
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks train: a ResNet-18 on made-up images of CIFAR's shape, as the program itself would set it up."""
+"""The material of benchmarks: a ResNet-18 on synthetic images of CIFAR's shape, set up as the program does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: MPI keeps step, and Horovod is started anew in the way that a side needs."""
+"""The ranks of a benchmark: MPI synchronizes them, and Horovod is restarted as each side needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
-from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
+from hvfreeze.comm.cycle_time import lengthen_cycle_on_full_cores
 from hvfreeze.comm.horovod_world import HorovodWorld
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
@@ -32,7 +32,7 @@ class Ranks:
         """
         if mode != ABSENT:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = FUSION_BYTES[mode]
-        if threads is not None and rest_longer_where_cores_are_full(self.world, threads):
+        if threads is not None and lengthen_cycle_on_full_cores(self.world, threads):
             self._mode = mode
         if mode == self._mode:
             return

@@ -17,7 +17,7 @@ class ProgramRun:
     def __init__(self, setting: Setting, name: str, **options: Any) -> None:
         self.setting, self.name, self.options = setting, name, options
         self.predicted_seconds: list[float] = []
-        """What each run said that its cache would save."""
+        """The predicted saving of each run's cache."""
 
     def prepare(self) -> None:
         """Set up a new run. Collective: every rank must call this."""

@@ -1,4 +1,4 @@
-"""What every rank observes between two votes of a training: the evidence on which all rules of voting are held.
+"""Logs every rank's observations between two votes of a training: the evidence for a replay of all voting rules.
 
 The ranks of a job take turns in one process. Each computes the gradient of its own batch; their average moves the one
 model. That is what data parallelism computes, without what it costs to start and to wait for ranks. Shards, estimates
@@ -45,7 +45,7 @@ SIDE = 8
 SHIFT = 1
 """Pixels by which images are shifted at most."""
 DIGITS = 4
-"""Of a number that is logged, without its zeros."""
+"""Significant digits of logged numbers, without trailing zeros."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Skew:
     partition: str = "iid"
     shard_sizes: str = "equal"
     spoilt: str = ""
-    """What is wrong with the last rank's data: `labels`, `noise`, or nothing."""
+    """The defect of the last rank's data: `labels`, `noise`, or ""."""
 
 
 SKEWS = {
@@ -71,17 +71,17 @@ SKEWS = {
 
 
 class Interval(TypedDict):
-    """What the steps between two votes have shown, at the end of which the ranks may vote."""
+    """The observations between two votes, for the vote at their end."""
 
     step: int
     losses: list[float]
-    """Of each rank, the mean."""
+    """Mean loss of each rank."""
     signals: list[float]
-    """Of each rank, the signal-to-noise ratio of its gradients."""
+    """Signal-to-noise ratio of each rank's gradients."""
     norms: list[list[float]]
-    """Of each rank, and of averaged gradients, and of each block: the norm of the summed gradient."""
+    """Norm of the summed gradient per block, of each rank and of averaged gradients."""
     gains: list[list[list[float]]]
-    """Of each rank, sampled step and block: what a step gains; see `Coherence`."""
+    """Gain of a step per rank, sampled step and block; see `Coherence`."""
     gained: list[float]
     """Of each block, the head too: its mean gain, by products of the honest ranks' averages of two steps in a row.
     These know of no skew, which makes ranks' own gradients contradict each other."""
@@ -154,7 +154,7 @@ class Shards:
     honest: tuple[int, ...]
     """The ranks whose data are what they should be."""
     orders: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Of each epoch and rank, the samples of its batches."""
+    """Batches of samples per epoch and rank."""
 
     @classmethod
     def of(cls, skew: Skew, seed: int) -> Shards:
@@ -205,25 +205,25 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Ranks:
-    """What each rank has observed, what the averages show, and what honest ranks agree on."""
+    """Observations of each rank, of the averages, and of the unspoilt ranks together."""
 
     def __init__(self, prefix: FrozenPrefix, optimizer: torch.optim.Optimizer, honest: Sequence[int]) -> None:
         self.prefix, self.optimizer, self.honest = prefix, optimizer, honest
         world = SoloWorld()
         world.size = RANKS
         self.coherent = [Coherence(prefix, optimizer, Reducer(world), every=gap(INTERVAL)) for _ in range(RANKS)]
-        """Of each rank."""
+        """Coherence of each rank."""
         self.seen = [
             Observations(GradientSums(prefix, step_norms=True), source) for source in ["local"] * RANKS + ["averaged"]
         ]
-        """Of each rank, and of averaged gradients."""
+        """Observations of each rank, and of averaged gradients."""
         self.agreed: list[list[float]] = []
         """Gains of each block in the interval, by honest ranks."""
         self.held: list[Tensor] | None = None
         """The honest ranks' averages in the step before, where it was sampled."""
 
     def follow(self) -> None:
-        """Begin anew at a cut."""
+        """Start again at a cut."""
         for each in self.coherent:
             each.reducer.carry(self.prefix.carried())
             each.follow()

@@ -43,16 +43,16 @@ class Rule:
     """One of `WEIGHTINGS`, rank 0 `ALONE`, or by `AVERAGED` gradients, which all ranks see alike."""
     quorum: float = 0.5
     min_gain: float = 0.02
-    """Of coherence."""
+    """`--min-gain` of coherence."""
 
     @property
     def name(self) -> str:
-        """What a table calls it, without the criterion."""
+        """The rule's name in a table, without the criterion."""
         return f"{self.way}, {self.quorum:g}" if self.way in WEIGHTINGS else self.way
 
     @property
     def settings(self) -> FreezeConfig:
-        """What the program is told."""
+        """The rule's settings for the program."""
         alone = ",".join(["1", *["0"] * (RANKS - 1)])
         weight = alone if self.way == ALONE else WEIGHTINGS.get(self.way, "uniform")
         return FreezeConfig(
@@ -97,7 +97,7 @@ class Voting:
             Coherence(self.prefix, optimizer, Reducer(SoloWorld()), every=gap(INTERVAL)) for _ in range(RANKS)
         ]
         self.norms: list[list[tuple[float, ...]]] = []
-        """Of the last intervals at this cut, by rank."""
+        """Norms of the last intervals at this cut, by rank."""
         self._move(0, step=0)
 
     def decide(self, interval: Interval) -> int:
@@ -222,13 +222,13 @@ class Judged:
     """How a rule fared in one run. All are parts, 0-1."""
 
     early: float
-    """Of the votes, after which it had more frozen than hindsight bears out."""
+    """Share of votes after which more blocks were frozen than hindsight supports."""
     late: float
-    """Of the votes, after which it had less frozen."""
+    """Share of votes after which fewer blocks were frozen than hindsight supports."""
     forgone: float
-    """Of all that was gained from the first vote on, what blocks gained that it would have had frozen."""
+    """Share of the total gain from the first vote on that frozen blocks would have had."""
     saved: float
-    """Of the blocks' work from the first vote on, what is that of blocks that it would have had frozen."""
+    """Share of the blocks' work from the first vote on that freezing saves."""
     final: float
     """The cut at the end, as a part of the deepest."""
 

@@ -18,7 +18,7 @@ from analysis.sweeps.statistics import Interval
 from hvfreeze.report.figures import BASELINE, COLOURS, STYLE
 
 FIGURE_WIDTH = 4.8
-"""Of a figure in inches: on a phone's 390 pixels its letters are 10 pixels high."""
+"""Width of a figure in inches: on a phone with 390 pixels its letters are 10 pixels high."""
 PAPER_COLOUR = "#999999"
 FULL = "full fine-tuning"
 METHOD_COLOURS = {

@@ -29,7 +29,7 @@ class Experiment:
     name: str
     runs: Callable[[Preset], list[PlannedRun]]
     words: Callable[[Results], Words] = lambda results: {}
-    """What the page names, besides the methods of `Results`."""
+    """The names that the page uses, besides the methods of `Results`."""
     drawings: Callable[[Results], Mapping[str, Figure]]
     chooses_lr: bool = False
     """Whether its first runs choose the learning rate of the others, instead of the baseline's."""
@@ -67,7 +67,7 @@ class Experiment:
 
 
 def is_complete(directory: Path) -> bool:
-    """Tell whether an experiment's folder holds runs and what they were made with."""
+    """Return True if an experiment's folder has runs and their settings."""
     return (directory / RUNS).exists() and directory.name in by_name(directory.parent / PRESETS)
 
 

@@ -44,7 +44,7 @@ VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 DIGEST = 16
 """Digits of a digest that a row holds: enough to tell trainings apart."""
 UNVOTED = ("none", "static")
-"""Ways of freezing in which nobody votes."""
+"""Values of --freeze without votes."""
 SETTINGS = (
     "model data train_samples validation_fraction image_size blocks epochs batch_size lr augment partition shard_sizes "
     "freeze cut signal vote_weight quorum eta_max cache cache_dtype compression precision"
@@ -64,10 +64,10 @@ class KeptRuns:
         self.environments = by_name(directory.parent / ENVIRONMENTS)
 
     def holds(self, planned: PlannedRun) -> bool:
-        """Tell whether the run is kept.
+        """Return True if the run is recorded.
 
         Raises:
-            RefusedError: another run of its name is; the message shows the difference.
+            RefusedError: another run with its name is recorded; the message shows the difference.
         """
         if planned.name not in self.lines:
             return False
@@ -81,10 +81,10 @@ class KeptRuns:
         return True
 
     def check_seeds(self, planned: Sequence[PlannedRun]) -> None:
-        """Refuse to add runs beside kept ones of their label that differ from them in more than the seed.
+        """Raise RefusedError if recorded runs with a run's label differ from it in more than the seed.
 
         Raises:
-            RefusedError: they do; see `holds`.
+            RefusedError: they differ; see `holds`.
         """
         like = {run.label: run for run in planned}
         for line in self.lines.values():

@@ -41,7 +41,7 @@ class Site:
     """Folder for run directories while they are under way."""
     data_dir: Path | None = None
     weights: Path | None = None
-    """Files of other names that runs ask for lie beside it."""
+    """Path of a weights file; other files that runs ask for are in the same folder."""
     hosts: str = ""
     """HOST:SLOTS,... that see the same folders; empty is this machine."""
 
@@ -206,7 +206,7 @@ def follow(command: Sequence[str], log: Path, look: Callable[[], None] | None = 
 
 
 def die_with_parent() -> None:
-    """Let the job end with the sweep, however that ends: two jobs in one run directory would spoil each other."""
+    """End the job with the sweep, however that ends, because two jobs in one run directory would spoil each other."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
 
 

@@ -30,7 +30,7 @@ PAGES = Path(__file__).resolve().parents[1] / "pages"
 CLAIM = re.compile(r"- (?P<mark>\*\*\([a-z ]+\)\*\* )?\*\*(?P<question>[^*]*\?)\*\* (?P<text>.*)")
 
 Words = Mapping[str, Any]
-"""What a page's expressions may name."""
+"""The names that a page's expressions may use."""
 
 
 def milliseconds(value: float) -> str:
@@ -80,7 +80,7 @@ class Page:
 
 
 def render(name: str, words: Words) -> str:
-    """Return a page's text; a name that nobody gives is an error."""
+    """Return a page's text; an unknown name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGES),
         undefined=jinja2.StrictUndefined,

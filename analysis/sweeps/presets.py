@@ -23,7 +23,7 @@ class PlannedRun:
     """A run to be: what to start, and on how many ranks."""
 
     label: str
-    """What the runs that differ in the seed only have in common."""
+    """The common name of runs that differ only in the seed."""
     seed: int
     flags: Mapping[str, Value]
     """Settings, without those that another way of training has; paths of data and weights are added when it starts."""

@@ -60,7 +60,7 @@ def planned_as(runs: KeptRuns, name: str) -> PlannedRun:
 
 
 def check_site(run: PlannedRun, site: Site) -> None:
-    """Refuse to begin a run whose data or weights nobody named.
+    """Raise UsageError if a run needs data or weights that were not given.
 
     Raises:
         UsageError: they are missing.
@@ -76,7 +76,7 @@ def check_site(run: PlannedRun, site: Site) -> None:
 
 
 def compared(line: Line, before: Line, summary: dict[str, Any], environment: dict[str, Any]) -> str:
-    """Return in words what a run came to, beside what is kept of it."""
+    """Return in words the result of a run, compared with the recorded one."""
     kept, now = line["summary"]["test_accuracy"], summary["test_accuracy"]
     times = [without_checkpoints(found)["train_seconds"] for found in (line["summary"], summary)]
     bits = [found.get("parameter_digest") for found in (line["summary"], summary)]

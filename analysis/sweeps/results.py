@@ -30,7 +30,7 @@ from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.runs.reading import Run
 
 BY_STEPS = "steps of an idle machine"
-"""In place of a machine, where a training time is made of the seconds of single steps."""
+"""Name of the machine for training times that are computed from seconds of single steps."""
 
 
 class MissingError(LookupError):
@@ -73,7 +73,7 @@ class Front:
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of a table: its title, and a label's cell beside what it is compared with."""
+    """A column of a table: its title, and a label's cell compared with another label."""
 
     title: str
     cell: Callable[[Results, str, str], str]
@@ -109,7 +109,7 @@ class Results:
     front: Front = field(default_factory=Front)
     """Full fine-tuning at several budgets of epochs, of these rows where they have some, else of the baseline's."""
     fronts: Mapping[int, Front] = field(default_factory=dict)
-    """The same for each seed alone, which is what differences are taken against."""
+    """The front of each seed, for differences paired by seed."""
     reference: str = ""
     """The label of full fine-tuning among these rows, which others are compared with."""
 
@@ -142,7 +142,7 @@ class Results:
         return self.by_label[label]
 
     def has(self, *labels: str) -> bool:
-        """Tell whether there are rows of all these labels."""
+        """Return True if there are rows of all these labels."""
         return self.by_label.keys() >= set(labels)
 
     def values(self, label: str, column: str) -> dict[int, float]:

@@ -72,7 +72,7 @@ def joined(interval: Interval, low: float, high: float, *, as_ratio: bool = Fals
 
 
 def is_below(interval: Interval, limit: float) -> bool:
-    """Tell whether the whole interval lies below a limit; one value without a spread shows nothing."""
+    """Return True if the whole interval is below a limit; False for one value without a spread."""
     return interval.n > 1 and interval.high < limit
 
 

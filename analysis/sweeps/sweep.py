@@ -34,7 +34,7 @@ from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 WORK = Path("build") / "experiments"
 SMOKE_RESULTS = WORK / "smoke-results"
-"""Of whatever only sees that everything runs."""
+"""Results folder of presets that only check that everything runs."""
 PATIENCE = 20.0
 """A run that takes this many times its estimate hangs."""
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.06 / 128, 0.15 / 128
@@ -44,7 +44,7 @@ GROWTH = 1.74
 START_SECONDS = 6.0
 MODEL_BYTES = 44.7e6
 SMALL_MODEL = 0.04
-"""The smoke preset's model beside ResNet-18."""
+"""Work of the smoke preset's model relative to ResNet-18."""
 BLOCKS = {"paper": 6, "stage": 5, "residual": 9}
 
 
@@ -146,10 +146,10 @@ def preset_of(options: argparse.Namespace, *, root: Path) -> Preset:
 
 
 def require_lr(options: argparse.Namespace, experiment: Experiment, *, root: Path) -> None:
-    """Refuse to begin with a learning rate that nobody chose.
+    """Raise UsageError if no learning rate is known.
 
     Raises:
-        UsageError: the results hold no baseline that chose one, and none was given.
+        UsageError: the results have no baseline, which chooses it, and none was given.
     """
     if options.preset == "smoke" or experiment.chooses_lr or options.lr is not None:
         return
@@ -346,7 +346,7 @@ class Progress:
 
     estimates: dict[str, float]
     done: dict[str, float] = field(default_factory=dict)
-    """Seconds that each run took, 0 for those that were there already."""
+    """Seconds of each run, 0 for runs that were already recorded."""
 
     def left(self) -> float:
         """Return the estimated seconds of the runs to come."""

@@ -114,12 +114,12 @@ def distrust(status: os.stat_result, *, private: bool) -> str:
     The file's digests detect damage, not intent: a user who can write the file can adapt them. With `private`, only
     this user's own files are trusted; without, also those of others, as in a shared directory.
     """
-    mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
+    mode, local = stat.S_IMODE(status.st_mode), os.geteuid()
     if mode & stat.S_IWOTH:
         return f"any user may write to it (mode {mode:o}); run chmod o-w on it if its rows are yours, else remove it"
-    if private and status.st_uid != mine:
+    if private and status.st_uid != local:
         return (
-            f"it belongs to user {status.st_uid}, not to this user ({mine}); remove it, or pass --cache-shared to "
+            f"it belongs to user {status.st_uid}, not to this user ({local}); remove it, or pass --cache-shared to "
             "hvfreeze train if you trust everybody who may write there"
         )
     if private and mode & stat.S_IWGRP:

@@ -39,7 +39,7 @@ from hvfreeze.cache.file.format import (
 )
 from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.files import LockedError, is_at, kept_unlocked
+from hvfreeze.files import LockedError, hold_unlocked, is_at
 
 HUGE_BYTES = 4 << 20
 """Bytes from which memory is reused: page faults of new memory would take longer than the copy."""
@@ -412,7 +412,7 @@ def remove_left_over(directory: Path) -> None:
     for temporary in directory.glob(f"activations-*.h5{TEMPORARY_SUFFIX}"):
         lock = temporary.with_suffix(LOCK_SUFFIX)
         # Locked, gone meanwhile, or without a note that can be read.
-        with suppress(LockedError, OSError, ValueError, LookupError, TypeError), kept_unlocked(lock) as note:
+        with suppress(LockedError, OSError, ValueError, LookupError, TypeError), hold_unlocked(lock) as note:
             if FILE_NAME.fullmatch(temporary.stem) and json.loads(note)["host"] == os.uname().nodename:
                 remove(temporary)
                 remove(lock)

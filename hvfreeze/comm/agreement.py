@@ -33,18 +33,18 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
     def keep() -> None:
         results.append(work())
 
-    results_of_all_ranks(world, keep, name=name)
+    gather_results(world, keep, name=name)
     return results[0]
 
 
-def results_of_all_ranks(world: World, work: Callable[[], T], *, name: str) -> list[T]:
+def gather_results(world: World, work: Callable[[], T], *, name: str) -> list[T]:
     """Do as `raise_on_all_ranks`, and return the results of all ranks in rank order; for small results. Collective."""
     error: HvfreezeError | None = None
     result: T | None = None
     try:
         result = work()
-    except HvfreezeError as mine:
-        error = mine
+    except HvfreezeError as local:
+        error = local
     said = (type(error), str(error)) if error else None
     gathered = world.allgather_object((said, result), name=f"verdict.{name}")
     verdicts = [verdict for verdict, _ in gathered]
@@ -59,23 +59,23 @@ def results_of_all_ranks(world: World, work: Callable[[], T], *, name: str) -> l
 ROUND_SECONDS = 10.0
 
 
-def go_in_rounds(world: World, steps: Iterable[object], *, name: str) -> None:
+def synchronize_in_rounds(world: World, steps: Iterable[object], *, name: str) -> None:
     """Iterate over `steps`, whose number may differ between ranks, and synchronize every few seconds. Collective.
 
     If ranks met only at the end, the stall watch would take a rank with many steps for a stopped one.
     """
     left = iter(steps)
-    while any(world.allgather_object(_go_for_a_round(left), name=f"rounds.{name}")):
+    while any(world.allgather_object(_run_round(left), name=f"rounds.{name}")):
         pass
 
 
-def _go_for_a_round(steps: Iterator[object]) -> bool:
+def _run_round(steps: Iterator[object]) -> bool:
     """Return whether steps may be left."""
     end = time.monotonic() + ROUND_SECONDS
     return any(time.monotonic() >= end for _ in steps)
 
 
-def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:
+def read_once_per_node(world: World, look: Callable[[], tuple[T, str, U]], *, place: str) -> tuple[T, U]:
     """Read the data on one rank of each node; return rank 0's result and the result of this rank's node.
 
     The data is read once per node, however many ranks it has, and broadcast once. Collective.
@@ -108,24 +108,24 @@ def look_once(world: World, look: Callable[[], tuple[T, str, U]], *, place: str)
 def check_equal(
     world: World,
     what: str,
-    mine: dict[str, Any],
+    local: dict[str, Any],
     *,
     apart: Sequence[str] = (),
     remedy: str = "start all ranks with the same command",
 ) -> None:
-    """Raise UsageError if `mine` differs between ranks. Collective.
+    """Raise UsageError if `local` differs between ranks. Collective.
 
     Args:
         world: all ranks.
         what: the noun for messages.
-        mine: this rank's values, a tree of dicts.
+        local: this rank's values, a tree of dicts.
         apart: dotted names of leaves that may differ.
         remedy: the last clause of the message.
 
     Raises:
         UsageError: names the first rank and key that differ from rank 0.
     """
-    gathered = world.allgather_object(flatten(mine, apart=apart), name=f"equal.{what}")
+    gathered = world.allgather_object(flatten(local, apart=apart), name=f"equal.{what}")
     for rank, theirs in enumerate(gathered):
         for key in sorted(set(gathered[0]) | set(theirs)):
             if theirs.get(key) != gathered[0].get(key):
@@ -195,8 +195,8 @@ def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: s
     """
     own = {key: tensor.detach() for key, tensor in named}
     found = own if world.rank == 0 else {}
-    mine = [] if world.rank == 0 else [(key, TensorLayout.of(tensor)) for key, tensor in own.items()]
-    packs = list(packs_of(mine, lambda one: one[1].num_bytes, PACK_BYTES))
+    local = [] if world.rank == 0 else [(key, TensorLayout.of(tensor)) for key, tensor in own.items()]
+    packs = list(packs_of(local, lambda one: one[1].num_bytes, PACK_BYTES))
     for rank, theirs in enumerate(world.allgather_object(packs, name=f"{name}.layouts")):
         for number, pack in enumerate(theirs):
             given = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.gradient_exchange import Message, Named, lay_out, thin_and_whole
+from hvfreeze.comm.gradient_exchange import Message, Named, lay_out, split_by_compression
 from hvfreeze.comm.low_rank import LowRankBucket, fits
 from hvfreeze.comm.world import World
 from hvfreeze.config.rules import parse_compression
@@ -144,10 +144,10 @@ def last_arrival(messages: Sequence[Message], ready: Sequence[float], network: N
 
 def choose(forecasts: Mapping[str, StepForecast]) -> str:
     """Return the first compression, in order of error, whose step is about as short as the shortest."""
-    return first_of_the_shortest({name: each.step for name, each in forecasts.items()})
+    return choose_shortest({name: each.step for name, each in forecasts.items()})
 
 
-def first_of_the_shortest(seconds: Mapping[str, float]) -> str:
+def choose_shortest(seconds: Mapping[str, float]) -> str:
     """Return the first name whose seconds are about as few as the fewest."""
     fewest = min(seconds.values())
     return next(name for name, each in seconds.items() if each <= CLOSE * fewest)
@@ -170,7 +170,7 @@ def own_seconds(named: Named, compression: str) -> float:
 
     Measured on the largest compressed parameter and extrapolated to all. Not a collective.
     """
-    thin, whole = thin_and_whole(named, compression)
+    thin, whole = split_by_compression(named, compression)
     slots = thin or (whole if compression == "fp16" else [])
     if not slots:
         return 0.0
@@ -201,13 +201,13 @@ def own_seconds(named: Named, compression: str) -> float:
     return max(0.0, seconds[1] - seconds[0]) * elements / gradient.numel()
 
 
-def made_unlike(named: Named, world: World) -> frozenset[str]:
+def find_unequal_compressions(named: Named, world: World) -> frozenset[str]:
     """Return the compressions of `CHOSEN` that give different bits on different ranks. Collective."""
-    mine = {}
+    local = {}
     for compression in CHOSEN:
         kind, rank = parse_compression(compression)
         if kind == "powersgd":
             thin = [(name, parameter) for name, parameter in named if fits(parameter, rank=rank)]
-            mine[compression] = LowRankBucket("probe", thin, range(len(thin)), size=1, rank=rank).probe()
-    everyone = world.allgather_object(mine, name="gradients.low-rank.probes")
-    return frozenset(name for name in mine if any(other[name] != everyone[0][name] for other in everyone))
+            local[compression] = LowRankBucket("probe", thin, range(len(thin)), size=1, rank=rank).probe()
+    gathered = world.allgather_object(local, name="gradients.low-rank.probes")
+    return frozenset(name for name in local if any(other[name] != gathered[0][name] for other in gathered))

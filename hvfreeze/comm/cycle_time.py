@@ -16,32 +16,32 @@ JOBS_CORES = "HVFREEZE_CORES"
 """Environment variables with the number of cores of a node that the job may use, set by the launcher."""
 
 
-def rest_longer_where_cores_are_full(world: World, threads: int) -> list[str]:
+def lengthen_cycle_on_full_cores(world: World, threads: int) -> list[str]:
     """Lengthen Horovod's cycle time if threads use all cores of a node and there are several nodes. Collective.
 
     No operation may be pending, and no process set may be requested later: Horovod cannot be restarted after that.
     Returns notes for the user, the same on every rank.
     """
-    if not (isinstance(world, HorovodWorld) and wants_longer_rest(world, threads)):
+    if not (isinstance(world, HorovodWorld) and needs_longer_cycle(world, threads)):
         return []
-    world.start_anew(CYCLE_TIME, str(LONG_CYCLE_MS))
+    world.restart(CYCLE_TIME, str(LONG_CYCLE_MS))
     return [
         f"computing threads use all cores of the nodes: Horovod's cycle time set to {LONG_CYCLE_MS} ms (${CYCLE_TIME})"
     ]
 
 
-def advice_on_longer_rest(world: World, threads: int) -> list[str]:
+def advise_longer_cycle(world: World, threads: int) -> list[str]:
     """Return advice on the cycle time for a script that starts Horovod itself. Collective.
 
     The advice is the same on every rank; nothing is changed.
     """
-    if not wants_longer_rest(world, threads):
+    if not needs_longer_cycle(world, threads):
         return []
     way_out = f"set {CYCLE_TIME}={LONG_CYCLE_MS} before hvd.init(), or let hvfreeze call hvd.init()"
     return [f"computing threads use all cores of the nodes, and Horovod's own thread takes one every 1 ms: {way_out}"]
 
 
-def wants_longer_rest(world: World, threads: int) -> bool:
+def needs_longer_cycle(world: World, threads: int) -> bool:
     """Return True if `threads` per rank use all cores of one of several nodes, and no cycle time is set. Collective.
 
     In every cycle all ranks wait for each other and occupy a core. If a waiting thread has to preempt a computing

@@ -202,7 +202,7 @@ def lay_out(
         before: factor of gradients before they are summed; None divides by `size`. Low rank always divides.
     """
     kind, columns = parse_compression(compression)
-    thin, whole = thin_and_whole(named, compression)
+    thin, whole = split_by_compression(named, compression)
     half = partial(Fp16Compressor, rank=rank, size=size, exponents=exponents) if kind == "fp16" else None
     buckets: list[Bucket] = [
         LowRankBucket(
@@ -229,7 +229,7 @@ def lay_out(
     return buckets
 
 
-def thin_and_whole(named: Named, compression: str) -> tuple[list[int], list[int]]:
+def split_by_compression(named: Named, compression: str) -> tuple[list[int], list[int]]:
     """Return the slots of parameters that are sent as low-rank matrices, and all other slots."""
     kind, rank = parse_compression(compression)
     thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
@@ -283,7 +283,7 @@ class Message:
 def messages_of(named: Named, *, compression: str, size: int, bucket_bytes: int) -> list[Message]:
     """Return the messages that a rank sends in a step, in order: the sizes of the buckets of `lay_out`."""
     kind, rank = parse_compression(compression)
-    thin, whole = thin_and_whole(named, compression)
+    thin, whole = split_by_compression(named, compression)
     messages = []
     for group in groups_of(named, thin, group_bytes=bucket_bytes):
         shapes = [matrix_shape(named[slot][1]) for slot in group]
@@ -417,11 +417,11 @@ def exchange_sparse(parameter: nn.Parameter, world: World, scaling: Scaling, *, 
         # parameter, however many dimensions it was sparse in.
         whole = gradient if gradient.sparse_dim() == 1 else gradient.to_dense().to_sparse(1)
         rows, values = whole._indices()[0], whole._values() * scaling.before
-    everyone = world.allgather_rows(rows, name=f"{name}.rows")
-    if bool((everyone == DENSE).any()):
-        mine = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() * scaling.before
-        parameter.grad = world.allreduce_sum(mine, name=f"{name}.dense").mul_(scaling.after)
-        return rows.nbytes + mine.nbytes
+    gathered = world.allgather_rows(rows, name=f"{name}.rows")
+    if bool((gathered == DENSE).any()):
+        local = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() * scaling.before
+        parameter.grad = world.allreduce_sum(local, name=f"{name}.dense").mul_(scaling.after)
+        return rows.nbytes + local.nbytes
     summed: Tensor = world.allgather_rows(values, name=f"{name}.values") * scaling.after
-    parameter.grad = torch.sparse_coo_tensor(everyone[None], summed, parameter.shape, check_invariants=False)
+    parameter.grad = torch.sparse_coo_tensor(gathered[None], summed, parameter.shape, check_invariants=False)
     return rows.nbytes + values.nbytes

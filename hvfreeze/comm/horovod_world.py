@@ -92,8 +92,8 @@ class HorovodWorld(World):
 
     def allgather_object(self, value: T, *, name: str) -> list[T]:
         """Return every rank's `value`."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        gathered = io.BytesIO(self._collect(self._hvd.allgather_async, mine, name, self._set).numpy().tobytes())
+        local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        gathered = io.BytesIO(self._collect(self._hvd.allgather_async, local, name, self._set).numpy().tobytes())
         return [pickle.load(gathered) for _ in range(self.size)]
 
     def allgather_rows(self, tensor: Tensor, *, name: str) -> Tensor:
@@ -106,9 +106,9 @@ class HorovodWorld(World):
         lengths = self.allgather_object(len(data), name=f"{name}.lengths")
         parts = [torch.empty(length, dtype=torch.uint8) for length in lengths] if self.rank == 0 else []
         for number, place in self._pieces(max(lengths)):
-            mine = data[place]
+            local = data[place]
             # All that a rank has goes to rank 0: an allgather would bring it to everybody.
-            received, sizes = self._deal([mine, *[mine[:0]] * (self.size - 1)], name=f"{name}.{number}")
+            received, sizes = self._deal([local, *[local[:0]] * (self.size - 1)], name=f"{name}.{number}")
             arrived = received.split(sizes.tolist())
             if self.rank == 0 and max(lengths) <= place.stop and number == 0:
                 return list(arrived)
@@ -119,12 +119,12 @@ class HorovodWorld(World):
     def scatter_bytes(self, data: Sequence[Tensor], *, name: str) -> Tensor:
         """Return this rank's part of rank 0's `data`."""
         lengths = self.broadcast_object([len(part) for part in data], name=f"{name}.lengths")
-        mine = torch.empty(lengths[self.rank], dtype=torch.uint8)
+        local = torch.empty(lengths[self.rank], dtype=torch.uint8)
         nothing = torch.empty(0, dtype=torch.uint8)
         for number, place in self._pieces(max(lengths)):
             parts = [part[place] for part in data] if self.rank == 0 else [nothing] * self.size
-            mine[place] = self._deal(parts, name=f"{name}.{number}")[0]
-        return mine
+            local[place] = self._deal(parts, name=f"{name}.{number}")[0]
+        return local
 
     def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
         """Return `root`'s value."""
@@ -162,7 +162,7 @@ class HorovodWorld(World):
             with self.watch.waiting("process sets"):
                 # With this setting Horovod looks for new sets in every cycle: a job without sets does not pay for them.
                 if os.environ.get(DYNAMIC_SETS) != "1":
-                    self.start_anew(DYNAMIC_SETS, "1")
+                    self.restart(DYNAMIC_SETS, "1")
                 self._sets[members] = self._hvd.add_process_set(list(members))
         if self.rank not in members or len(members) == 1:
             return LoneRank(self) if members == (self.rank,) else None
@@ -173,7 +173,7 @@ class HorovodWorld(World):
         part.local_rank, part.local_size = here.index(self.rank), len(here)
         return part
 
-    def start_anew(self, variable: str, value: str) -> None:
+    def restart(self, variable: str, value: str) -> None:
         """Restart Horovod on all ranks with an environment variable that it reads at initialisation. Collective.
 
         Raises:
@@ -223,7 +223,9 @@ class HorovodWorld(World):
             yield
         except self._hvd.HorovodInternalError as error:
             if "ismatched" in str(error):
-                raise DivergedError(f"ranks disagree in collective '{name}': {error}") from error
+                raise DivergedError(
+                    f"ranks disagree in collective '{name}': {error}; start all ranks with the same command"
+                ) from error
             raise StallError(f"another rank ended or did not take part in collective '{name}': {error}") from error
 
     def _pieces(self, length: int) -> Iterator[tuple[int, slice]]:

@@ -96,7 +96,7 @@ class Reducer:
     """Backward passes that each parameter must take part in; 0 between `finish` and `begin`."""
     _seen: list[int] = field(default_factory=list)
     _exponents: dict[str, int] = field(default_factory=dict)
-    _owed: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    _residuals: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """This rank's error-feedback residuals (`error`, as matrices) of parameters that are no longer compressed."""
     _set_hash: int = 0
     """Hash of the names and order of the carried parameters, below 2^24."""
@@ -179,7 +179,7 @@ class Reducer:
         self._finish_others()
         self._passes = 0
         sent = {name for (name, _), trains in zip(self.carried, self._trains, strict=True) if trains}
-        self._owed = {name: kept for name, kept in self._owed.items() if name not in sent}
+        self._residuals = {name: kept for name, kept in self._residuals.items() if name not in sent}
         self.steps += 1
         if self.on_average is not None:
             self.on_average()
@@ -222,7 +222,7 @@ class Reducer:
             "steps": self.steps,
             "exponents": dict(self._exponents),
             "low_rank": self._exchange.state_dict(),
-            "owed": {name: {"error": kept["error"].clone()} for name, kept in self._owed.items()},
+            "owed": {name: {"error": kept["error"].clone()} for name, kept in self._residuals.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class Reducer:
         left_out = {name: kept for name, kept in state["low_rank"].items() if name in whole}
         # Checkpoints of earlier versions have none.
         owed = {**state.get("owed", {}), **left_out}
-        self._owed = {name: {"error": kept["error"].clone()} for name, kept in owed.items()}
+        self._residuals = {name: {"error": kept["error"].clone()} for name, kept in owed.items()}
 
     def _make_ready(self) -> None:
         """Prepare parameters and buckets for a step."""
@@ -245,7 +245,7 @@ class Reducer:
             parameter.grad = None
 
     def _lay_out(self) -> None:
-        kept, self._checked = self._kept_by_low_rank(), False
+        kept, self._checked = self._low_rank_state(), False
         self._trains = [parameter.requires_grad for _, parameter in self.carried]
         slots = [slot for slot, trains in enumerate(self._trains) if trains]
         names = "\n".join(self.carried[slot][0] for slot in slots)
@@ -268,9 +268,9 @@ class Reducer:
         self._exchange.load_state_dict(kept)
         again, carried = self._exchange.state_dict(), {name for name, _ in self.carried} if buckets else set()
         owed = carried - again.keys()
-        self._owed = {name: of for name, of in {**self._owed, **kept}.items() if name in owed}
+        self._residuals = {name: of for name, of in {**self._residuals, **kept}.items() if name in owed}
 
-    def _kept_by_low_rank(self) -> dict[str, dict[str, Tensor]]:
+    def _low_rank_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the state that low rank keeps between steps, by parameter."""
         return self._exchange.state_dict()
 
@@ -282,12 +282,12 @@ class Reducer:
         """Return True if a parameter's gradient is exchanged in a bucket."""
         return True
 
-    def _with_owed(self, slot: int, gradient: Tensor | None) -> Tensor | None:
+    def _add_residual(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient plus its error-feedback residual, if it is no longer compressed."""
         name, parameter = self.carried[slot]
-        if name not in self._owed:
+        if name not in self._residuals:
             return gradient
-        owed = self._owed[name]["error"].as_strided(parameter.size(), parameter.stride())
+        owed = self._residuals[name]["error"].as_strided(parameter.size(), parameter.stride())
         return owed if gradient is None else gradient + owed
 
     def _ready_hook(self, slot: int) -> Callable[[nn.Parameter], None]:
@@ -325,7 +325,7 @@ class Reducer:
         if self.observer is not None:
             self.observer(slot, dense)
         if self.world.size > 1 and self._fills_bucket(slot):
-            parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, dense))
+            parameter.grad = self._exchange.copy_in(slot, self._add_residual(slot, dense))
 
     def _check_untouched(self, bucket: Bucket) -> None:
         """Raise UsageError if gradients were changed during the exchange."""
@@ -348,7 +348,7 @@ class Reducer:
             if 0 < self._seen[slot] < self._passes:
                 self._complete(slot, parameter)
             elif self._seen[slot] == 0 and self._trains[slot] and self.world.size > 1 and self._fills_bucket(slot):
-                parameter.grad = self._exchange.copy_in(slot, self._with_owed(slot, self._absent(parameter)))
+                parameter.grad = self._exchange.copy_in(slot, self._add_residual(slot, self._absent(parameter)))
 
     def _finish_others(self) -> None:
         """Average the gradients that are in no bucket. Collective."""

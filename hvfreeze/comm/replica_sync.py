@@ -37,8 +37,8 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
     """
     if world.size == 1:
         return
-    mine = "\n".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items())
-    layouts = world.allgather_object(hashlib.sha256(mine.encode()).hexdigest(), name="initial")
+    local = "\n".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items())
+    layouts = world.allgather_object(hashlib.sha256(local.encode()).hexdigest(), name="initial")
     other = [rank for rank, layout in enumerate(layouts) if layout != layouts[0]]
     if other:
         raise DivergedError(
@@ -82,7 +82,7 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> str:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         named = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} differ"
         who = named if count > 1 else "all ranks differ"
-        why = why_unlike(model.named_parameters(), model.named_buffers(), world)
+        why = explain_difference(model.named_parameters(), model.named_buffers(), world)
         raise DivergedError(f"replicas differ after step {step}: {who}; {why}")
     return common
 
@@ -98,24 +98,26 @@ def check_buffers(
         DivergedError: the message names the buffer; on all ranks.
     """
     others = other_buffers(named, modules)
-    found = unlike(others, world) if others and world.size > 1 else []
+    found = find_differing(others, world) if others and world.size > 1 else []
     if found:
         raise DivergedError(f"replicas differ after step {step}: {buffers_differ(found)}")
 
 
-def why_unlike(parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], world: World) -> str:
+def explain_difference(
+    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], world: World
+) -> str:
     """Return the reason why tensors that are known to differ between ranks do so. Collective."""
-    found = [] if unlike(parameters, world) else unlike(buffers, world)
+    found = [] if find_differing(parameters, world) else find_differing(buffers, world)
     return buffers_differ(found) if found else "only the optimizer may change parameters"
 
 
-def unlike(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
+def find_differing(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
     """Return the names of tensors that differ between the ranks that hold them; equal everywhere. Collective."""
     # What another rank holds is empty here.
-    mine = {name: tensor_digest([(name, tensor)]) for name, tensor in named if tensor.numel()}
+    local = {name: tensor_digest([(name, tensor)]) for name, tensor in named if tensor.numel()}
     first: dict[str, str] = {}
-    everyone = world.allgather_object(mine, name="replica.tensors")
-    each = [pair for theirs in everyone for pair in theirs.items()]
+    gathered = world.allgather_object(local, name="replica.tensors")
+    each = [pair for theirs in gathered for pair in theirs.items()]
     return list(dict.fromkeys(name for name, digest in each if first.setdefault(name, digest) != digest))
 
 

@@ -47,7 +47,7 @@ def crowding(world: World) -> list[str]:
     return [f"{host} runs {what}: they share cores, and waiting ranks yield theirs" for host, what in crowded.items()]
 
 
-def bound_apart(world: World) -> list[str]:
+def note_bound_cores(world: World) -> list[str]:
     """Return a note for the user if mpirun has bound a host's ranks to fewer cores than mpirun itself may use.
 
     By default, mpirun binds each of two ranks to one core. Collective.

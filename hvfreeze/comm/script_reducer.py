@@ -84,15 +84,15 @@ class ScriptReducer(Reducer):
             self._lay_out()
 
     def _lay_out(self) -> None:
-        kept = self._kept_by_low_rank()
+        kept = self._low_rank_state()
         super()._lay_out()
         self._formats = formats_of([parameter for _, parameter in self.carried])
         off = {name for (name, _), trains in zip(self.carried, self._trains) if not trains}
         self._set_aside = {name: state for name, state in kept.items() if name in off}
-        self._owed = {name: of for name, of in self._owed.items() if name not in self._set_aside}
+        self._residuals = {name: of for name, of in self._residuals.items() if name not in self._set_aside}
 
-    def _kept_by_low_rank(self) -> dict[str, dict[str, Tensor]]:
-        return {**self._set_aside, **super()._kept_by_low_rank()}
+    def _low_rank_state(self) -> dict[str, dict[str, Tensor]]:
+        return {**self._set_aside, **super()._low_rank_state()}
 
     def _scales(self, compression: str) -> Scaling:
         size = self.world.size

@@ -29,12 +29,12 @@ PIECE = 2**15
 """Largest number of elements of a parameter that are sampled in one step. Every sampled step uses another piece, so the
 estimate is unbiased and costs less than 1 % of the step."""
 SAMPLES_PER_INTERVAL = 16
-LOOK_EVERY = 16
+BATCH_EVERY = 16
 """Steps of an interval per batch of a gradient probe of frozen blocks."""
 LEAST_PARTS = 4
 """Parts into which the samples of a probe are divided; a probe with fewer gradients is useless."""
-LOOKED_AT = 64
-"""Steps of an interval per step whose own backward pass reaches frozen blocks, if `look` is not called."""
+STEP_EVERY = 64
+"""Steps of an interval per step whose own backward pass reaches frozen blocks, if `probe` is not called."""
 LONGEST_GAP = 16
 """Largest number of steps between two samples; at least two."""
 WINDOW = 32
@@ -90,16 +90,16 @@ class Coherence:
     latest: list[list[float]] = field(default_factory=list)
     complete: list[Gains] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
-    looks: list[Gains] = field(default_factory=list)
+    probes: list[Gains] = field(default_factory=list)
     intervals: int = 0
     """Number of complete intervals at this cut."""
-    next_look: int = 2
+    next_probe: int = 2
     """The interval at whose end frozen blocks are probed; the distance doubles after each pair of probes."""
     steps: int = 0
     """Steps in the current interval."""
     turn: int = 0
     """Number of samples, which selects the next piece."""
-    looking: bool = False
+    probing: bool = False
     """Whether the backward pass of the current step reaches frozen blocks."""
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     """Sums of this rank's gradient pieces in the probing steps of the interval, by parameter name."""
@@ -128,21 +128,21 @@ class Coherence:
         self._blocks = {name: block for block in blocks for name, _ in self.prefix.trained(block, block + 1)}
         if len(self.peaks) != len(chain.blocks):
             self.peaks = [0.0] * len(chain.blocks)
-        self.complete, self.looks, self.intervals, self.next_look = [], [], 0, 2
+        self.complete, self.probes, self.intervals, self.next_probe = [], [], 0, 2
         self.restart()
 
     def restart(self) -> None:
         """Start an empty interval."""
         self.steps, self.latest = 0, []
-        self.looks = self.looks if len(self.looks) < 2 else []
+        self.probes = self.probes if len(self.probes) < 2 else []
         self._kept, self._products = {}, {}
-        self.looking, self.parts = False, []
+        self.probing, self.parts = False, []
 
     def observe(self, slot: int, gradient: Tensor) -> None:
         """Sample this rank's gradient of the `slot`-th carried parameter, before it is averaged."""
         name, parameter = self.reducer.carried[slot]
-        if self.looking and name in self._blocks:
-            self._look_at(name, parameter, gradient)
+        if self.probing and name in self._blocks:
+            self._sample_frozen(name, parameter, gradient)
         if self.steps % self.every == 0:
             # Anew where a step was skipped, as one whose gradients are infinite.
             if name in self._blocks:
@@ -153,7 +153,7 @@ class Coherence:
     def take(self, name: str, gradient: Tensor) -> bool:
         """Sample the gradient of a frozen parameter in one backward pass; return True if it was the step's last."""
         whole = gradient.to_dense() if gradient.is_sparse else gradient
-        self._look_at(name, self.prefix.chain.model.get_parameter(name), whole)
+        self._sample_frozen(name, self.prefix.chain.model.get_parameter(name), whole)
         self._taken[name] += 1
         return self._taken[name] >= self.reducer.passes
 
@@ -169,7 +169,7 @@ class Coherence:
 
         `scale` is the loss scale of the sampled gradients of this step.
         """
-        if self.looking:
+        if self.probing:
             self._keep_part(scale)
         if self._completes:
             # A rank whose blocks are all frozen has nothing to add.
@@ -200,11 +200,11 @@ class Coherence:
             self.peaks = [max(peak, mean) for peak, mean in zip(self.peaks, means, strict=True)]
 
     @property
-    def looks_are_due(self) -> bool:
+    def probe_is_due(self) -> bool:
         """Whether frozen blocks are to be probed before the current interval ends."""
-        return self.prefix.cut > 0 and self.intervals + 1 >= self.next_look
+        return self.prefix.cut > 0 and self.intervals + 1 >= self.next_probe
 
-    def look(self, losses: Iterable[Tensor]) -> None:
+    def probe(self, losses: Iterable[Tensor]) -> None:
         """Compare the gradients of `losses`, of different samples, for all blocks; changes no state of training.
 
         The losses are computed one at a time, with the gradients of frozen parameters.
@@ -224,10 +224,10 @@ class Coherence:
             for parameter in frozen:
                 parameter.requires_grad_(False)
         enough = len(parts) > 1
-        self._add_look(self._gains_of(parts, summed(parts), count=len(parts)) if enough else ())
+        self._add_probe(self._gains_of(parts, summed(parts), count=len(parts)) if enough else ())
         self.turn += 1
 
-    def end_look(self) -> None:
+    def end_probe(self) -> None:
         """Compare the gradients of the interval's probing steps; call it before `end_interval`.
 
         They are compared with the mean of all other ranks, which have other samples; a single rank compares its own
@@ -235,27 +235,27 @@ class Coherence:
         """
         parts = self.parts
         whole, count = summed(parts), len(parts)
-        mine = whole if self.reducer.world.size > 1 else None
-        if mine is not None:
+        local = whole if self.reducer.world.size > 1 else None
+        if local is not None:
             whole, count = self._over_ranks(whole, count)
-        enough = len(parts) >= LEAST_PARTS and (mine is None or count - len(parts) >= LEAST_PARTS)
-        self._add_look(self._gains_of(parts, whole, count=count, mine=mine) if enough else ())
+        enough = len(parts) >= LEAST_PARTS and (local is None or count - len(parts) >= LEAST_PARTS)
+        self._add_probe(self._gains_of(parts, whole, count=count, local=local) if enough else ())
 
-    def _over_ranks(self, mine: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], int]:
+    def _over_ranks(self, local: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], int]:
         """Return the sums over ranks of all pieces, and of their numbers of gradients. Collective."""
         named = self.prefix.trained(0, len(self.prefix.chain.blocks))
         empty = {name: torch.zeros_like(piece(p.detach(), self.intervals, like=p)[0]) for name, p in named}
-        pieces = [mine.get(name, empty[name]).float() for name, _ in named]
+        pieces = [local.get(name, empty[name]).float() for name, _ in named]
         sent = torch.cat([torch.tensor([float(count)]), *pieces])
         self.reducer.other_bytes += sent.nbytes
         sums = self.reducer.world.allreduce_sum(sent, name=f"{self.reducer.title}look")
         counts, *wholes = sums.split([1, *map(len, pieces)])
         return {name: of.to(empty[name].dtype) for (name, _), of in zip(named, wholes, strict=True)}, int(counts)
 
-    def _add_look(self, rows: Gains) -> None:
-        self.looks.append(rows)
+    def _add_probe(self, rows: Gains) -> None:
+        self.probes.append(rows)
         interval = self.intervals + 1
-        self.next_look = interval + 1 if len(self.looks) == 1 else 2 * interval
+        self.next_probe = interval + 1 if len(self.probes) == 1 else 2 * interval
 
     def _gains_of(
         self,
@@ -263,7 +263,7 @@ class Coherence:
         whole: dict[str, Tensor],
         *,
         count: int,
-        mine: dict[str, Tensor] | None = None,
+        local: dict[str, Tensor] | None = None,
     ) -> Gains:
         """Return a row per part: the products of its gradients with the mean of the others.
 
@@ -271,7 +271,7 @@ class Coherence:
             parts: this rank's gradients.
             whole: the sum of these and, if any, of those of other ranks.
             count: number of gradients in `whole`.
-            mine: the sum of this rank's gradients, to compare with those of other ranks only; None compares with all
+            local: the sum of this rank's gradients, to compare with those of other ranks only; None compares with all
                 but the
                 part itself.
         """
@@ -280,7 +280,7 @@ class Coherence:
         group_of = {
             p: g for g, group in zip(self.optimizer.param_groups, self.prefix.groups, strict=True) for p in group
         }
-        rows, others = [[0.0] * len(chain.blocks) for _ in parts], count - (1 if mine is None else len(parts))
+        rows, others = [[0.0] * len(chain.blocks) for _ in parts], count - (1 if local is None else len(parts))
         for block, name, p in named:
             # A parameter that took no part in a loss has no gradient in it.
             found = [(row, part[name]) for row, part in zip(rows, parts, strict=True) if name in part]
@@ -291,11 +291,11 @@ class Coherence:
             norm = math.sqrt(times) * float(torch.linalg.vector_norm(total)) / count
             rate = rate_of(self.optimizer, group_of[p], elements=p.numel(), norm=norm)
             for row, own in found:
-                other = total - (own if mine is None else mine[name])
+                other = total - (own if local is None else local[name])
                 row[block] += rate * times * float(torch.dot(own, other)) / others
         return tuple(map(tuple, rows))
 
-    def _look_at(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def _sample_frozen(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
         """Add a piece of a gradient, the same in all steps of an interval, to the sum over this step's passes."""
         if self._part_of != self.reducer.steps:
             self._part, self._taken, self._part_of = {}, Counter(), self.reducer.steps
@@ -312,9 +312,9 @@ class Coherence:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's samples, and the pieces kept for the next step."""
         return {
-            "looks": [[list(row) for row in rows] for rows in self.looks],
+            "looks": [[list(row) for row in rows] for rows in self.probes],
             "intervals": self.intervals,
-            "next_look": self.next_look,
+            "next_look": self.next_probe,
             "steps": self.steps,
             "turn": self.turn,
             "latest": [list(row) for row in self.latest],
@@ -327,8 +327,8 @@ class Coherence:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of the same cut."""
         self.steps, self.turn = state["steps"], state["turn"]
-        self.looks = [tuple(tuple(row) for row in rows) for rows in state["looks"]]
-        self.intervals, self.next_look = state["intervals"], state["next_look"]
+        self.probes = [tuple(tuple(row) for row in rows) for rows in state["looks"]]
+        self.intervals, self.next_probe = state["intervals"], state["next_look"]
         self.latest = [list(row) for row in state["latest"]]
         self.complete = [tuple(tuple(row) for row in rows) for rows in state["complete"]]
         self.peaks = list(state["peaks"])
@@ -350,8 +350,8 @@ class Coherence:
         other, times = piece(gradient, self.turn, like=parameter)
         product, square = float(torch.dot(own, other)), float(torch.dot(other, other))
         if self._across and self.steps % self.every == 0:
-            size, mine = self.reducer.world.size, float(torch.dot(own, own))
-            product = (size * product - mine) / (size - 1)
+            size, local = self.reducer.world.size, float(torch.dot(own, own))
+            product = (size * product - local) / (size - 1)
         self._products[name] = (product * times, square * times)
 
     def _by_block(self, scale: float) -> list[float]:
@@ -370,8 +370,8 @@ class Coherence:
 
 def nothing_sampled() -> dict[str, Any]:
     """Return the state of a `Coherence` at the begin of the first interval at a cut, with its peaks."""
-    looked = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
-    return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **looked}
+    probed = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
+    return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **probed}
 
 
 def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -380,14 +380,14 @@ def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) for name in names}
 
 
-def batches_of_a_look(interval: int) -> int:
+def count_probe_batches(interval: int) -> int:
     """Return the number of batches of a probe, for intervals of so many steps."""
-    return max(1, interval // LOOK_EVERY)
+    return max(1, interval // BATCH_EVERY)
 
 
-def steps_of_a_look(interval: int) -> int:
+def count_probe_steps(interval: int) -> int:
     """Return the number of final steps of an interval that probe in their backward passes; 0 if it is too short."""
-    return max(LEAST_PARTS, interval // LOOKED_AT) if interval >= LEAST_PARTS else 0
+    return max(LEAST_PARTS, interval // STEP_EVERY) if interval >= LEAST_PARTS else 0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Evidence:
     eta_max: float
     gains: Gains | None = None
     """This rank's estimated gain of each block in the sampled steps of the last two intervals at this cut."""
-    looks: tuple[Gains, ...] = ()
+    probes: tuple[Gains, ...] = ()
     """Estimated gains of all blocks, including frozen ones, from two consecutive probes; empty without them."""
     peaks: tuple[float, ...] = ()
     """The largest mean gain of each block in any interval."""
@@ -184,16 +184,16 @@ def coherence(evidence: Evidence) -> int:
 
 def thawed(evidence: Evidence) -> int:
     """Return the cut from which on blocks gain enough to be thawed, according to both of two consecutive probes."""
-    if len(evidence.looks) < 2:
+    if len(evidence.probes) < 2:
         return evidence.cut
-    return max(gains_from(evidence, look) for look in evidence.looks)
+    return max(gains_from(evidence, probe) for probe in evidence.probes)
 
 
-def gains_from(evidence: Evidence, look: Gains) -> int:
+def gains_from(evidence: Evidence, probe: Gains) -> int:
     """Return the first frozen block whose gain is `THAW` times the threshold for freezing, else the cut."""
     work, blocks = evidence.work or (1.0,) * evidence.num_blocks, range(evidence.num_blocks)
     for cut in range(evidence.cut):
-        least, _ = share_gained(look, (cut,))
+        least, _ = share_gained(probe, (cut,))
         if least > THAW * evidence.min_gain * work[cut] / sum(work[b] for b in blocks):
             return cut
     return evidence.cut
@@ -205,10 +205,10 @@ def gain_shares(evidence: Evidence) -> tuple[float, ...]:
     From two probes if there are any; else from training, with NaN for frozen blocks. NaN also for blocks without
     samples.
     """
-    if evidence.gains is None and len(evidence.looks) < 2:
+    if evidence.gains is None and len(evidence.probes) < 2:
         return ()
-    looked = [row for look in evidence.looks for row in look] if len(evidence.looks) == 2 else []
-    rows, first = looked or evidence.gains or (), 0 if looked else evidence.cut
+    probed = [row for probe in evidence.probes for row in probe] if len(evidence.probes) == 2 else []
+    rows, first = probed or evidence.gains or (), 0 if probed else evidence.cut
     means = [sum(row[block] for row in rows) / max(1, len(rows)) for block in range(evidence.num_blocks)]
     total = sum(max(0.0, mean) for mean in means)
     return tuple(math.nan if block < first or total <= 0 else mean / total for block, mean in enumerate(means))

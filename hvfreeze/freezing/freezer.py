@@ -15,7 +15,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.coherence import Coherence, gap, nothing_sampled, steps_of_a_look
+from hvfreeze.freezing.coherence import Coherence, count_probe_steps, gap, nothing_sampled
 from hvfreeze.freezing.criteria import Evidence, Proposer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
@@ -51,8 +51,8 @@ class Freezer:
         held: the blocks lo..hi-1 of this rank, if the chain is cut over ranks; None is all.
         join: sums the observations of the ranks that hold different blocks; a collective among them.
         work: each block's share of the time of a step, for criteria that use it; empty: equal shares.
-        looks_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
-            user's training loop; if not, by `look`, whenever `looks` is True.
+        probes_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
+            user's training loop; if not, by `probe`, whenever `needs_probe` is True.
 
     Attributes:
         step: optimizer steps so far.
@@ -72,7 +72,7 @@ class Freezer:
         held: tuple[int, int] | None = None,
         join: Join = list,
         work: Sequence[float] = (),
-        looks_in_steps: bool = False,
+        probes_in_steps: bool = False,
     ) -> None:
         self.optimizer, self.reducer, self.world = optimizer, reducer, world
         self.settings, self.cadence, self.voter = settings, cadence, voter
@@ -91,7 +91,7 @@ class Freezer:
         self._proposers = {name: Proposer(name) for name in settings.criteria()}
         watched = {proposer.criterion.watches for proposer in self._proposers.values()}
         source = settings.signal if "norms" in watched or settings.vote_weight == "snr" else "none"
-        self._work, self._looks_in_steps = tuple(work), looks_in_steps
+        self._work, self._probes_in_steps = tuple(work), probes_in_steps
         self._coherence = (
             Coherence(self.prefix, optimizer, reducer, every=gap(cadence.interval), join=join)
             if "gains" in watched
@@ -133,14 +133,14 @@ class Freezer:
             DivergedError: a frozen parameter or buffer has changed since it was frozen.
         """
         self.prefix.check(step=self.step)
-        looked = self.looking
-        if looked:
+        probed = self.probing
+        if probed:
             self.prefix.stop_again()
-        decision = self._count_step(loss, scale=scale, looked=looked)
+        decision = self._count_step(loss, scale=scale, probed=probed)
         self._reach_frozen()
         return decision
 
-    def _count_step(self, loss: float, *, scale: float, looked: bool) -> Decision | None:
+    def _count_step(self, loss: float, *, scale: float, probed: bool) -> Decision | None:
         self.step += 1
         if len(self.chain.blocks) < 2:
             return None
@@ -153,8 +153,8 @@ class Freezer:
         # While the first message of the average travels, and then, beside the vote's, the second.
         self._seen.end_interval()
         if self._coherence is not None:
-            if looked:
-                self._coherence.end_look()
+            if probed:
+                self._coherence.end_probe()
             self._coherence.end_interval()
         for proposer in self._proposers.values():
             proposer.intervals += 1
@@ -170,33 +170,33 @@ class Freezer:
         return decision
 
     @property
-    def looks(self) -> bool:
+    def needs_probe(self) -> bool:
         """Whether frozen blocks must be probed before this step is counted; equal on all ranks."""
-        return not self._looks_in_steps and self._looks_within(1)
+        return not self._probes_in_steps and self._probes_within(1)
 
     @property
-    def looking(self) -> bool:
+    def probing(self) -> bool:
         """Whether the backward pass of the next step reaches frozen blocks, to probe them; equal on all ranks."""
-        return self._coherence is not None and self._coherence.looking
+        return self._coherence is not None and self._coherence.probing
 
-    def _looks_within(self, steps: int) -> bool:
+    def _probes_within(self, steps: int) -> bool:
         """Return True if within so many steps an interval ends before whose vote frozen blocks are probed."""
         seen, decides = self._coherence, self.settings.freeze == "coherence"
         end = self.cadence.next_end(self.step)
         near = end - self.step <= steps and self.cadence.votes(end)
-        return seen is not None and decides and near and seen.looks_are_due
+        return seen is not None and decides and near and seen.probe_is_due
 
     def _reach_frozen(self) -> None:
         """Make the backward pass of the next step reach frozen blocks, if it is a probing step."""
-        if self._coherence is not None and self._looks_in_steps:
-            self._coherence.looking = self._looks_within(steps_of_a_look(self.cadence.interval))
-            if self._coherence.looking:
+        if self._coherence is not None and self._probes_in_steps:
+            self._coherence.probing = self._probes_within(count_probe_steps(self.cadence.interval))
+            if self._coherence.probing:
                 self.prefix.reach(self._coherence.take)
 
-    def look(self, losses: Iterable[Tensor]) -> None:
-        """Probe the frozen blocks for the next vote; see `Coherence.look`. Not a collective."""
+    def probe(self, losses: Iterable[Tensor]) -> None:
+        """Probe the frozen blocks for the next vote; see `Coherence.probe`. Not a collective."""
         assert self._coherence is not None
-        self._coherence.look(losses)
+        self._coherence.probe(losses)
 
     def follow_cadence(self, cadence: Cadence) -> None:
         """Use another cadence from the next step on; the current interval starts again."""
@@ -363,7 +363,7 @@ class Freezer:
             warmup_epochs=self.cadence.epochs_in(self.cadence.warmup),
             eta_max=self.settings.eta_max,
             gains=None if self._coherence is None else self._coherence.gains,
-            looks=() if self._coherence is None else tuple(self._coherence.looks),
+            probes=() if self._coherence is None else tuple(self._coherence.probes),
             peaks=() if self._coherence is None else tuple(self._coherence.peaks),
             work=self._work,
             min_gain=self.settings.min_gain,
@@ -451,5 +451,5 @@ def freeze_by_vote(
         world=world,
         settings=settings,
         cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
-        looks_in_steps=True,
+        probes_in_steps=True,
     )

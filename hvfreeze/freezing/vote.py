@@ -161,11 +161,11 @@ def hold_vote(
         step: optimizer steps done.
         epoch: the epoch of the step.
     """
-    mine = [proposer.propose(evidence, settings.patience) for proposer in proposers]
+    local = [proposer.propose(evidence, settings.patience) for proposer in proposers]
     etas = [math.nan if eta is None else eta for eta in rates_of_change(evidence)]
     shares = gain_shares(evidence)
     shown = [weight, *etas, *shares]
-    proposals, numbers, broken_ranks = exchange(world, mine, shown, broken)
+    proposals, numbers, broken_ranks = exchange(world, local, shown, broken)
     weights, notes = counted_weights([row[0] for row in numbers], broken_ranks)
     cast = [0 if broken_ranks else fixed_point(each, max(weights)) for each in weights]
     # Every rank has all ballots, and adds up integers: there is nothing left to send.

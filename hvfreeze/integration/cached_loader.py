@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact, rows_are_their_own
+from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact, rows_are_independent
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.fingerprint import JSON, Fingerprint, activation_fingerprint
-from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks
+from hvfreeze.comm.agreement import raise_on_all_ranks, synchronize_in_rounds
 from hvfreeze.comm.world import World
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
@@ -48,7 +48,7 @@ from hvfreeze.integration.samples import (
     data_identity,
     inputs_and_labels,
 )
-from hvfreeze.integration.script_world import tell
+from hvfreeze.integration.script_world import log
 from hvfreeze.integration.split_forward import halves_of
 from hvfreeze.integration.split_model import Halves, autocast
 from hvfreeze.model.traced import Inputs, call
@@ -163,7 +163,7 @@ def _agreed_directory(world: World, given: str | Path | None, *, told: bool) -> 
     common = world.broadcast_object(found, name="loader.directory")
     if told and common not in _told:
         _told.add(common)
-        tell(
+        log(
             world,
             "activations are cached in %s until 'hvfreeze cache rm' removes them; choose another place with directory=",
             common,
@@ -302,7 +302,7 @@ class CachedLoader:
 
     def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
         inputs: Inputs | None = None
-        if self._freezer.looking:
+        if self._freezer.probing:
             # Its backward pass is to reach the frozen blocks.
             inputs, labels = self._passes.read(ids, views)
             return BatchActivations.of(0, None, inputs, count=len(ids)), labels
@@ -389,7 +389,7 @@ class CachedLoader:
                 self._activations.get(ids[piece], views[piece])
                 yield
 
-        go_in_rounds(self._world, filling(), name="loader")
+        synchronize_in_rounds(self._world, filling(), name="loader")
         self._activations.publish()
         self._world.barrier(name="loader.filled")
         self._activations.refresh()
@@ -408,7 +408,7 @@ class CachedLoader:
     def _run_whole(self, refusal: str) -> None:
         """Run the model as a whole at this cut; log the reason once, if there is one."""
         if refusal and refusal not in self._told:
-            tell(self._world, "no activations are cached at this cut: %s", refusal, level=logging.WARNING)
+            log(self._world, "no activations are cached at this cut: %s", refusal, level=logging.WARNING)
             self._told.add(refusal)
         self._follows, self._stored, self._passes.whole = True, False, True
         self._activations.begin_cut(0)
@@ -424,7 +424,7 @@ class CachedLoader:
         def run(given: Inputs) -> Tensor:
             return self._passes.run(given, 0, cut)
 
-        alone = rows_are_their_own(run, inputs, run(inputs))
+        alone = rows_are_independent(run, inputs, run(inputs))
         return "" if alone else BATCHWISE.format(self._chain.blocks[cut - 1].name)
 
     def _fingerprint(self, cut: int, inputs: Inputs) -> Fingerprint:

@@ -18,7 +18,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.integration.script_world import tell
+from hvfreeze.integration.script_world import log
 from hvfreeze.model.blocks import Chain, IndivisibleError
 from hvfreeze.model.traced import (
     SCHEMES,
@@ -96,12 +96,12 @@ class FoundBlocks:
             self._why = f"the first and the last block share {self.chain.tied[0]}, and the last block is never frozen"
             self.chain = undivided(model)
 
-    def tell_if_single(self) -> bool:
+    def warn_if_single(self) -> bool:
         """Warn if the model has a single block, so that no block will be frozen; return whether it has."""
         single = self._freezes and len(self.chain.blocks) < 2 and not self._waits
         if single:
             why = self._why or f"{type(self._model).__name__} is a single block, and the last block is never frozen"
-            tell(self._world, "no block will be frozen: %s", why, level=logging.WARNING)
+            log(self._world, "no block will be frozen: %s", why, level=logging.WARNING)
         return single
 
     def settle(self, freezer: Freezer) -> None:
@@ -115,7 +115,7 @@ class FoundBlocks:
         if description is not None:
             self.restore(freezer, description)
         self._wait_no_longer()
-        self.tell_if_single()
+        self.warn_if_single()
 
     def restore(self, freezer: Freezer, description: Mapping[str, Any] | None) -> None:
         """Give `freezer` the blocks found in a forward pass, here or in an earlier run. Not a collective.

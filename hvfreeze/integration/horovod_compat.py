@@ -23,7 +23,7 @@ from hvfreeze.config.rules import parse_compression
 from hvfreeze.config.sections import CRITERIA, FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.cadence import check_schedules
-from hvfreeze.integration.script_world import tell
+from hvfreeze.integration.script_world import log
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's compressors by name."""
@@ -153,10 +153,10 @@ class ExchangeArguments:
             always=beside(optimizer, model),
         )
 
-    def tell_if_grouped(self, world: World) -> None:
+    def log_if_grouped(self, world: World) -> None:
         """Log that groups have no effect, if some are given."""
         if self.groups is not None or self.num_groups:
-            tell(world, "groups has no effect: gradients are exchanged in buckets of a few MiB")
+            log(world, "groups has no effect: gradients are exchanged in buckets of a few MiB")
 
 
 def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:
@@ -220,7 +220,7 @@ def create_state(optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]
     return lacking
 
 
-def begin_alike(
+def synchronize_start(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], world: World, *, created: Collection[Tensor]
 ) -> None:
     """Make ranks start from rank 0's tensors, and from no state unless it was loaded.
@@ -240,18 +240,18 @@ def begin_alike(
     digest = digest_tensors(parameters) if world.size > 1 else ""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = {place for place, parameter in enumerate(held) if parameter in created}
-    everyone = world.allgather_object((digest, places), name="optimizer.begin")
-    odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
+    gathered = world.allgather_object((digest, places), name="optimizer.begin")
+    odd = [rank for rank, (theirs, _) in enumerate(gathered) if theirs != gathered[0][0]]
     if odd:
         broadcast_tensors({name: tensor.detach() for name, tensor in named.items()}, world)
-        tell(
+        log(
             world,
             "parameters of %s differed from rank 0 before the first step and are now equal to rank 0; call "
             "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before it to make the first step equal too",
             f"rank {', '.join(map(str, odd))}",
             level=logging.WARNING,
         )
-    for place in set.intersection(*[theirs for _, theirs in everyone]):
+    for place in set.intersection(*[theirs for _, theirs in gathered]):
         optimizer.state.pop(held[place], None)
 
 

@@ -34,14 +34,14 @@ from hvfreeze.integration.epoch_length import EpochLength
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
     ExchangeArguments,
-    begin_alike,
     check_arguments,
     create_state,
     is_broadcast,
     names_of,
+    synchronize_start,
 )
 from hvfreeze.integration.loss_scale import LossScale, step_scaled
-from hvfreeze.integration.script_world import report_errors, script_world, tell
+from hvfreeze.integration.script_world import log, report_errors, script_world
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs
 from hvfreeze.runs.reading import Move
@@ -67,7 +67,7 @@ def _agreed_title(world: World) -> str:
     return f"optimizer-{number}." if number else ""
 
 
-def _take_over(optimizer: DistributedOptimizer) -> None:
+def _release_earlier(optimizer: DistributedOptimizer) -> None:
     """Release earlier optimizers with some of the same parameters, because two would average the same gradients twice.
 
     A script may wrap parameters again, e.g. for another phase of training.
@@ -78,7 +78,7 @@ def _take_over(optimizer: DistributedOptimizer) -> None:
         if earlier is None or earlier.parameters() & own:
             _alive.remove(reference)
             if earlier is not None:
-                earlier.let_go()
+                earlier.release()
 
 
 def _outline(model: nn.Module, chain: Chain) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class DistributedOptimizer(OptimizerWrapper):
         passes = backward_passes_per_step
         title = _agreed_title(self.world)
         if world is None and not title and advice():
-            tell(self.world, advice())
+            log(self.world, advice())
         check_equal(self.world, "arguments", {**length, "passes": passes, **dataclasses.asdict(settings)})
         exchange = ExchangeArguments(
             compression, passes, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense
@@ -268,7 +268,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 model, self.world, trained=self.parameters(), blocks=blocks, example=example, settings=settings
             )
             self.reducer = exchange.open_reducer(optimizer, model, self.world, title=title)
-            _take_over(self)  # before anything is frozen here: what an earlier one has frozen trains again
+            _release_earlier(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
                 optimizer=optimizer,
@@ -277,7 +277,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 settings=settings,
                 cadence=Cadence.of(settings, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs),
                 voter=voter,
-                looks_in_steps=True,
+                probes_in_steps=True,
             )
 
         self.freezer = raise_on_all_ranks(self.world, build, name="optimizer")
@@ -287,9 +287,9 @@ class DistributedOptimizer(OptimizerWrapper):
         check_equal(self.world, "models", _outline(model, self.freezer.chain))
         self._num_epochs = num_epochs
         self._epoch = EpochLength() if settings.votes and steps_per_epoch is None else None
-        if not self._blocks.tell_if_single():
-            self._tell_plan()
-        exchange.tell_if_grouped(self.world)
+        if not self._blocks.warn_if_single():
+            self._log_plan()
+        exchange.log_if_grouped(self.world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, which may have been saved without hvfreeze."""
@@ -312,7 +312,7 @@ class DistributedOptimizer(OptimizerWrapper):
         groups = self.freezer.prefix.groups if made else [group["params"] for group in self._inner.param_groups]
         return {parameter for group in groups for parameter in group}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all parameters, unfrozen; `step` is refused afterwards."""
         if self.freezer.cut:
             self.freezer.prefix.move(Move(0, self.freezer.step, 0))
@@ -346,7 +346,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if not self._began:
             self._began = True
             named = [*self._model.named_parameters(), *self._model.named_buffers(), *self.reducer.always]
-            begin_alike(self._inner, dict(named), self.world, created=self._created)
+            synchronize_start(self._inner, dict(named), self.world, created=self._created)
         self._learn_epoch()
         self.reducer.finish()
         if self.world.size > 1:
@@ -409,7 +409,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._epoch = None
             settings = self.freezer.settings
             self.freezer.follow_cadence(Cadence.of(settings, steps_per_epoch=steps, num_epochs=self._num_epochs))
-            self._tell_plan()
+            self._log_plan()
 
     def _learn_epoch(self) -> None:
         """Determine the epoch length while it is unknown. Collective."""
@@ -424,29 +424,29 @@ class DistributedOptimizer(OptimizerWrapper):
             self.follow_epochs(found)
         elif not waits:
             self._epoch = None
-            self._tell_plan()
+            self._log_plan()
 
-    def _tell_plan(self) -> None:
+    def _log_plan(self) -> None:
         """Log when votes are held, or the effect of other settings."""
         settings, cadence = self.freezer.settings, self.freezer.cadence
         if settings.freeze == "none":
-            tell(self.world, "no block will be frozen: settings has freeze 'none'")
+            log(self.world, "no block will be frozen: settings has freeze 'none'")
         elif not settings.votes:
-            tell(self.world, "frozen from the start: %s", plural(self.freezer.cut, "block"))
+            log(self.world, "frozen from the start: %s", plural(self.freezer.cut, "block"))
         elif cadence.steps_per_epoch is not None:
             epoch = plural(cadence.steps_per_epoch, "step")
-            tell(self.world, "votes by %s: %s; an epoch has %s", settings.freeze, cadence.described(), epoch)
+            log(self.world, "votes by %s: %s; an epoch has %s", settings.freeze, cadence.described(), epoch)
         elif self._epoch is not None:
             known = settings.freeze_warmup
             first = "at the end of the first epoch" if known is None else f"after step {known or cadence.interval}"
-            tell(
+            log(
                 self.world,
                 "votes by %s: the first %s; the first step determines the epoch length",
                 settings.freeze,
                 first,
             )
         else:
-            tell(
+            log(
                 self.world,
                 "votes by %s: %s; the epoch length is unknown; pass steps_per_epoch= for two votes per epoch",
                 settings.freeze,
@@ -470,8 +470,8 @@ class DistributedOptimizer(OptimizerWrapper):
         Exact if every rank loads its own. If all load one rank's, observations since the last vote are dropped.
         Collective: every rank must call this.
         """
-        mine = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
-        whole = all(self.world.allgather_object(mine, name="freezer.load"))
+        local = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
+        whole = all(self.world.allgather_object(local, name="freezer.load"))
         frozen = state["freezer"]
         if state.get("steps_per_epoch") is not None:
             self.follow_epochs(state["steps_per_epoch"])
@@ -518,16 +518,16 @@ class DistributedOptimizer(OptimizerWrapper):
                 "--vote-weight (loss) needs the loss; call optimizer.report_loss(loss.item()) before step()"
             )
         self._blocks.settle(self.freezer)
-        self._heed_others()
+        self._respect_other_code()
         decision = self.freezer.after_step(math.nan if self._loss is None else self._loss, scale=scale)
         self._loss = None
         if decision is not None:
             # Most votes change nothing, and training may take thousands.
             level = logging.INFO if decision.moved or not self._told else logging.DEBUG
             self._told = True
-            tell(self.world, "step %d: %s", decision.step, outcome(decision, self.freezer.chain), level=level)
+            log(self.world, "step %d: %s", decision.step, outcome(decision, self.freezer.chain), level=level)
 
-    def _heed_others(self) -> None:
+    def _respect_other_code(self) -> None:
         """Do not freeze blocks whose parameters other code changes, and log that once."""
         if self._elsewhere is None:
             self._elsewhere = ChangedElsewhere(self.freezer.prefix)
@@ -536,7 +536,7 @@ class DistributedOptimizer(OptimizerWrapper):
         found = self._elsewhere.first()
         if found is not None and (self.freezer.limit is None or found[0] < self.freezer.limit):
             self.freezer.limit, name = found
-            tell(
+            log(
                 self.world,
                 "block %s and later blocks will not be frozen, because other code than this optimizer changes %s",
                 self.freezer.chain.blocks[found[0]].name,

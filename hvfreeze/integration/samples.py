@@ -273,8 +273,8 @@ def check_rows(samples: Samples) -> None:
             with own_draws(look):
                 batch = samples.assemble([_copy_of(read[0][place]) for place in order])
             for row, place in enumerate(order.tolist()):
-                mine = _row_of(batch, row, size=len(order))
-                if not _same(known.setdefault(place, mine), mine):
+                local = _row_of(batch, row, size=len(order))
+                if not _same(known.setdefault(place, local), local):
                     raise UsageError(BATCHWISE)
         for again in read[1:]:
             for first in range(0, len(pool), size):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvfreeze.comm.cycle_time import advice_on_longer_rest, rest_longer_where_cores_are_full
+from hvfreeze.comm.cycle_time import advise_longer_cycle, lengthen_cycle_on_full_cores
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
 from hvfreeze.comm.mpi_environment import claimed_rank, start_mpi
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
@@ -136,8 +136,8 @@ def script_world(process_set: Any = None, *, rests: bool = True) -> World:
         raise
     if isinstance(world, HorovodWorld):
         if rests:
-            for line in rest_longer_where_cores_are_full(world, torch.get_num_threads()):
-                tell(world, line)
+            for line in lengthen_cycle_on_full_cores(world, torch.get_num_threads()):
+                log(world, line)
         _opened[()] = world
         # Before Horovod's own end, which was registered earlier: no thread may call MPI after it.
         atexit.register(world.watch.disconnect)
@@ -153,8 +153,8 @@ def _running_world(hvd: Any, process_set: Any, rests: bool) -> World:
     if key not in _opened:
         world = _opened[key] = RunningWorld(hvd, process_set, beside=next(iter(_opened.values()), None))
         if process_set is None and rests:
-            for line in advice_on_longer_rest(world, torch.get_num_threads()):
-                tell(world, line)
+            for line in advise_longer_cycle(world, torch.get_num_threads()):
+                log(world, line)
     return _opened[key]
 
 
@@ -195,7 +195,7 @@ def _leave(world: World, error: HvfreezeError) -> None:
 logger = logging.getLogger("hvfreeze")
 
 
-def tell(world: World, message: str, *arguments: object, level: int = logging.INFO) -> None:
+def log(world: World, message: str, *arguments: object, level: int = logging.INFO) -> None:
     """Log a line by the logger `hvfreeze`, on rank 0. Not a collective.
 
     If the script has configured logging, its handlers and levels apply. If not, logging itself would drop lines below

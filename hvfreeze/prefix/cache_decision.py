@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact, rows_are_their_own
+from hvfreeze.cache.activations import Counters, RunBlocks, Shares, permuted_batch_is_exact, rows_are_independent
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget, free_bytes
 from hvfreeze.cache.file.reader import directory_bytes, remove_left_over
@@ -28,7 +28,7 @@ from hvfreeze.cache.planning import (
     measure_directory,
     reads_again,
 )
-from hvfreeze.comm.agreement import results_of_all_ranks
+from hvfreeze.comm.agreement import gather_results
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.shards import Ids
@@ -192,7 +192,7 @@ def try_prefix(run_prefix: Callable[[Tensor], Tensor], images: Tensor) -> Prefix
         return outputs[-1]
 
     exact = permuted_batch_is_exact(run, images)
-    if not rows_are_their_own(run_prefix, images, outputs[0]):
+    if not rows_are_independent(run_prefix, images, outputs[0]):
         raise UsageError(
             "the frozen blocks normalise with batch statistics (BatchNorm without running statistics), so a "
             "sample's output depends on its batch and cannot be cached; use --cache off, or layers with running "
@@ -298,7 +298,9 @@ def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_
     try:
         return replace(known.rates, free_bytes=free_bytes(directory))
     except OSError as error:
-        raise CacheFault(f"cache directory {directory} cannot be measured ({error})") from error
+        raise CacheFault(
+            f"cache directory {directory} cannot be measured ({error}); choose another --cache-dir"
+        ) from error
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
@@ -359,7 +361,7 @@ class Planner:
             looks.append(look(epochs))
             return self._outline(looks[0])
 
-        outlines = results_of_all_ranks(world, outline, name=f"cache.look.{split.name}")
+        outlines = gather_results(world, outline, name=f"cache.look.{split.name}")
         # Measuring a directory takes up to a second, which a run that would read nothing is spared.
         worth, shares = asked or reads_again(outlines), looks[0]
 
@@ -372,7 +374,7 @@ class Planner:
                 self._try()
             return self._measured(shares, rated=worth)
 
-        ranks = results_of_all_ranks(world, measure, name=f"cache.measure.{split.name}")
+        ranks = gather_results(world, measure, name=f"cache.measure.{split.name}")
         return world.broadcast_object(make_plan(ranks, asked=asked), name="cache.plan")
 
     def _try(self) -> None:

@@ -15,7 +15,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.reader import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
-from hvfreeze.comm.agreement import go_in_rounds, raise_on_all_ranks, results_of_all_ranks
+from hvfreeze.comm.agreement import gather_results, raise_on_all_ranks, synchronize_in_rounds
 from hvfreeze.comm.world import World
 from hvfreeze.config.sections import CacheConfig, DataConfig
 from hvfreeze.data.batches import Batch, announce
@@ -183,8 +183,8 @@ class Features:
         self.account.settle(self.cut)
         activations = self.activations
         exact = self.planner.exact and activations.exact
-        mine = (exact, activations.stored_bytes, activations.counters.rows_written, self.account.of_periods())
-        exacts, sizes, written, done = zip(*self.terms.world.allgather_object(mine, name="cache.report"))
+        local = (exact, activations.stored_bytes, activations.counters.rows_written, self.account.of_periods())
+        exacts, sizes, written, done = zip(*self.terms.world.allgather_object(local, name="cache.report"))
         return {
             "mode": self.terms.settings.cache,
             "exact": all(exacts),
@@ -233,9 +233,9 @@ class Features:
             )
             return self.activations.failed
 
-        self._fail_with(results_of_all_ranks(world, begin, name=f"cache.begin.{split.name}"))
+        self._fail_with(gather_results(world, begin, name=f"cache.begin.{split.name}"))
         if use and self.activations.failed is None:
-            self._tell_refusals(fingerprint)
+            self._log_refusals(fingerprint)
         if use and self.activations.failed is None and self.source.shared:
             self._fill()
         elif not again:
@@ -245,7 +245,7 @@ class Features:
     def _sweep(self, *, everything: bool = False) -> None:
         """Compute missing rows, of which one rank may have all and others none; see `sweep`. Collective."""
         sweeping = self.activations.sweeping(everything=everything)
-        go_in_rounds(self.terms.world, sweeping, name=f"cache.{self.source.split.name}")
+        synchronize_in_rounds(self.terms.world, sweeping, name=f"cache.{self.source.split.name}")
 
     def _fill(self) -> None:
         """Compute rows before training continues; each rank stores a share, and all read all. Collective."""
@@ -255,12 +255,12 @@ class Features:
         world.barrier(name=f"cache.{name}")
         self.activations.refresh()
         # Each file is hashed once by all ranks together: reading is everybody's, and hashing takes as long.
-        mine = self.activations.verify_share(world.rank, world.size)
-        theirs = world.allgather_object(mine, name=f"cache.verified.{name}")
+        local = self.activations.verify_share(world.rank, world.size)
+        theirs = world.allgather_object(local, name=f"cache.verified.{name}")
         self.activations.accept({name: digest for verified in theirs for name, digest in verified.items()})
         self._agree_on_failure()
 
-    def _tell_refusals(self, fingerprint: Fingerprint) -> None:
+    def _log_refusals(self, fingerprint: Fingerprint) -> None:
         """Log which files of this cut are not used, and why, each once."""
         if self.terms.world.rank == 0 and self.activations.stored_bytes == 0:
             for line in refusals(self.terms.costs.directory, fingerprint):

@@ -108,7 +108,7 @@ class Saving:
             failure, self._failure = self._failure, None
             raise failure
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Wait until writing has stopped; a completely queued checkpoint is kept, an incomplete one is removed."""
         if self._thread.is_alive() and not self._finished:
             self._broken = True

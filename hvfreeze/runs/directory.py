@@ -63,7 +63,7 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
     """
     try:
         if not directory.exists():
-            check_can_be_made(directory)
+            check_creatable(directory)
             return []
         check_owners(directory)
         check_writable(directory)
@@ -101,7 +101,7 @@ def left_over(directory: Path) -> str:
     return " and ".join(what for what, there in found.items() if there)
 
 
-def check_can_be_made(directory: Path) -> None:
+def check_creatable(directory: Path) -> None:
     """Raise UsageError if a directory cannot be created at its place."""
     above = next(parent for parent in directory.parents if parent.exists())
     if not above.is_dir():

@@ -23,9 +23,9 @@ from hvfreeze.comm.compression_cost import (
     Steps,
     batches_that_hide,
     choose,
-    first_of_the_shortest,
+    choose_shortest,
+    find_unequal_compressions,
     forecast,
-    made_unlike,
     measure_network,
     own_seconds,
     worth_trying,
@@ -69,9 +69,7 @@ class CompressionTrial:
         if self._next is not None:
             return self._next[1]
         medians = self.medians
-        return (
-            first_of_the_shortest({name: medians[name] for name in self._left(ROUNDS)}) if medians else self._names[0]
-        )
+        return choose_shortest({name: medians[name] for name in self._left(ROUNDS)}) if medians else self._names[0]
 
     @property
     def medians(self) -> Mapping[str, float]:
@@ -143,7 +141,7 @@ class CompressionChoice:
         self._forecasts: dict[str, StepForecast] = {}
         self._watched: list[tuple[dict[str, float], dict[str, float]]] = []
         self._spent = clock.read()
-        self._unlike: frozenset[str] | None = None
+        self._unequal: frozenset[str] | None = None
         """Compressions that auto must not choose; None until known."""
         self._measured: deque[float] = deque(maxlen=MOST_STEPS)
         self._carried = 0
@@ -158,8 +156,8 @@ class CompressionChoice:
             self._watched.append((taken, dict(self._reducer.ready_seconds)))
             if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= LEAST_WATCHED:
                 # All wait for the slowest rank.
-                everyone = self._world.allgather_object(self._seen(), name="exchange.steps")
-                self._steps = max(everyone, key=lambda steps: steps.compute)
+                gathered = self._world.allgather_object(self._seen(), name="exchange.steps")
+                self._steps = max(gathered, key=lambda steps: steps.compute)
                 self._choose()
                 self._describe()
         elif not self._trial.over:
@@ -231,13 +229,13 @@ class CompressionChoice:
     def _choose(self) -> CompressionTrial:
         """Predict a step with each compression on rank 0; all ranks start with its choice. Collective."""
         found: tuple[dict[str, StepForecast], tuple[str, ...]] | None = None
-        if self._asked == "auto" and self._unlike is None:
-            self._unlike = made_unlike(self._reducer.carried, self._world)
-            if self._unlike:
+        if self._asked == "auto" and self._unequal is None:
+            self._unequal = find_unequal_compressions(self._reducer.carried, self._world)
+            if self._unequal:
                 self._say("powersgd is not used: ranks have different processors or threads, so replicas would diverge")
         if self._world.rank == 0:
             forecasts, asked = self._forecast(), (self._asked,)
-            free = {name: forecasts[name] for name in CHOSEN if name not in (self._unlike or ())}
+            free = {name: forecasts[name] for name in CHOSEN if name not in (self._unequal or ())}
             found = forecasts, worth_trying(free, choose(free)) if self._asked == "auto" else asked
         chosen = self._world.broadcast_object(found, name="exchange.chosen")
         assert chosen is not None

@@ -33,7 +33,7 @@ from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.coherence import LEAST_PARTS, batches_of_a_look
+from hvfreeze.freezing.coherence import LEAST_PARTS, count_probe_batches
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
@@ -118,8 +118,8 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
     """Raise UsageError if updates depend on norms and ranks compute norms with different bits. Collective."""
     if not needs_equal_arithmetic(settings):
         return
-    mine = arithmetic_of(tuple(parameter.shape) for parameter in context.chain.model.parameters())
-    digests = context.world.allgather_object(mine, name="arithmetic")
+    local = arithmetic_of(tuple(parameter.shape) for parameter in context.chain.model.parameters())
+    digests = context.world.allgather_object(local, name="arithmetic")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise UsageError(
@@ -198,9 +198,9 @@ class DataParallel:
         clock.enter("optimizer")
         self.update.make(rate)
 
-        if self.freezer.looks:
+        if self.freezer.needs_probe:
             clock.enter("vote")
-            self._look()
+            self._probe()
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
         clock.enter("vote")
@@ -303,10 +303,10 @@ class DataParallel:
             return
         raise not_finite(self.freezer.step, what, self.advice)
 
-    def _look(self) -> None:
+    def _probe(self) -> None:
         """Probe the frozen blocks from images, even if their output is cached. Not a collective."""
         cadence = self.freezer.cadence
-        count = batches_of_a_look(cadence.interval)
+        count = count_probe_batches(cadence.interval)
         parts = max(2, LEAST_PARTS // count)
         # One sample cannot be divided.
         count = max(count, -(-LEAST_PARTS // self.feed.plan.batch_size))
@@ -319,7 +319,7 @@ class DataParallel:
                     yield self.objective.task.training_loss(logits, labels)
 
         with in_evaluation(self.chain.model):
-            self.freezer.look(losses())
+            self.freezer.probe(losses())
 
     def _follow_cut(self) -> None:
         """Update both splits' activations, and the choice of compression, after a change of the cut. Collective."""

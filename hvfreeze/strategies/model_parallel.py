@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import TensorLayout, gather_tensors
 from hvfreeze.comm.point_to_point import Wire
-from hvfreeze.comm.replica_sync import why_unlike
+from hvfreeze.comm.replica_sync import explain_difference
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
@@ -52,20 +52,20 @@ def block_digests(chain: Chain, blocks: Iterable[int]) -> dict[int, str]:
     return {block: digest_tensors(tensors_of(chain, (block, block + 1))) for block in blocks}
 
 
-def digests_of_all(world: World, chain: Chain, mine: Mapping[Any, str], *, name: str, step: int) -> dict[Any, str]:
+def gather_digests(world: World, chain: Chain, local: Mapping[Any, str], *, name: str, step: int) -> dict[Any, str]:
     """Return the digests of all ranks, merged by block or other key. Collective.
 
     Raises:
         DivergedError: a block differs between ranks after step `step`; on all ranks.
     """
-    everyone = world.allgather_object(mine, name=name)
+    gathered = world.allgather_object(local, name=name)
     found: dict[Any, str] = {}
-    for rank, digests in enumerate(everyone):
+    for rank, digests in enumerate(gathered):
         for block, digest in digests.items():
             if found.setdefault(block, digest) != digest:
-                other = next(r for r, theirs in enumerate(everyone) if block in theirs)
+                other = next(r for r, theirs in enumerate(gathered) if block in theirs)
                 one = (block, block + 1)
-                why = why_unlike(chain.named_parameters(*one), chain.named_buffers(*one), world)
+                why = explain_difference(chain.named_parameters(*one), chain.named_buffers(*one), world)
                 raise DivergedError(
                     f"block {chain.blocks[block].name} differs between ranks {other} and {rank} after step {step}; "
                     f"{why}"
@@ -78,9 +78,9 @@ def digest_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def gather_model(world: World, chain: Chain, mine: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
+def gather_model(world: World, chain: Chain, local: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
     """Return the model's state_dict on rank 0 from the parts of all ranks, and an empty dict elsewhere. Collective."""
-    found = gather_tensors(world, mine, name=name)
+    found = gather_tensors(world, local, name=name)
     return state_of(chain, found) if world.rank == 0 else {}
 
 
@@ -133,8 +133,8 @@ def agree(
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         squares = float((torch.stack(norms) ** 2).sum())
     # The first three are whole numbers, whose sums are exact.
-    mine = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
-    losses, broken, leaving, total, squares = world.allreduce_sum(mine, name=name).tolist()
+    local = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
+    losses, broken, leaving, total, squares = world.allreduce_sum(local, name=name).tolist()
     if losses:
         where = "" if replicas is None else f" on {int(losses)} of {plural(replicas, 'replica')}"
         raise not_finite(step, f"the loss is NaN or Inf{where}", remedy)

@@ -39,7 +39,7 @@ class Rounds:
     _broken: str = ""
     """The reason why this rank trains no more, or ""."""
 
-    def step_alone(self, step: Callable[[], StepResult]) -> StepResult:
+    def step_locally(self, step: Callable[[], StepResult]) -> StepResult:
         """Make and count a step of this rank; only count it if this rank trains no more. Not a collective."""
         self.done += 1
         if not self._broken:
@@ -82,7 +82,7 @@ class Rounds:
         self.ended, self.done, self.signal_bytes = state["ended"], state["done"], state["signal_bytes"]
 
     @staticmethod
-    def begun_anew(state: dict[str, Any]) -> dict[str, Any]:
+    def at_round_start(state: dict[str, Any]) -> dict[str, Any]:
         """Return the state at the begin of the next round."""
         unfinished = int(state["done"] > 0)
         return {**state, "ended": state["ended"] + unfinished, "done": 0}

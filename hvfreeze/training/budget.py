@@ -21,7 +21,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import state_kept
 from hvfreeze.prefix.features import Halves
-from hvfreeze.timing import SECONDS, settled_seconds
+from hvfreeze.timing import SECONDS, min_seconds
 
 BACKWARD = 3.0
 """Work of a backward pass: gradients of inputs and of parameters, and the update's share, as measured on CPUs."""
@@ -238,5 +238,5 @@ def time_forward(chain: Chain, feed: TrainFeed, *, precision: str, world: World,
         halves.prefix(feed.images.load(ids, views), 0, len(chain.blocks))
 
     with state_kept(chain.model), torch.no_grad():
-        mine = settled_seconds(forward, within=min(SECONDS, TIMED * seconds))
+        mine = min_seconds(forward, within=min(SECONDS, TIMED * seconds))
     return feed.rows / max(world.allgather_object(mine, name="budget.timing"))

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvfreeze.comm.agreement import check_equal, look_once, raise_on_all_ranks
-from hvfreeze.comm.cycle_time import rest_longer_where_cores_are_full
+from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks, read_once_per_node
+from hvfreeze.comm.cycle_time import lengthen_cycle_on_full_cores
 from hvfreeze.comm.node_memory import protect
 from hvfreeze.comm.replica_sync import broadcast_model
 from hvfreeze.comm.resources import (
-    bound_apart,
     count_in,
     crowding,
     memory_budget,
+    note_bound_cores,
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
@@ -126,7 +126,7 @@ def open_corpus(
         found = list_data(data.data, data.data_dir, columns_of(data))
         return (found.to_send(), found.digest(), found.local) if found else (None, "", {})
 
-    folders, local = look_once(world, look, place=str(root))
+    folders, local = read_once_per_node(world, look, place=str(root))
     listed = folders and folders.here(root, local)
     contents, refusal = read_archive_once(data, world)
     splits = raise_on_all_ranks(
@@ -396,7 +396,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
     rests = []
     if config.strategy.strategy == "replicas":
-        rests = rest_longer_where_cores_are_full(world, torch.get_num_threads())
+        rests = lengthen_cycle_on_full_cores(world, torch.get_num_threads())
     environment = environment_of(config, world)
     directory = usable_directory(config, world, environment)
     trackers = config.run.trackers()
@@ -436,7 +436,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         ),
         *without_effect(plan),
         *crowding(world),
-        *bound_apart(world),
+        *note_bound_cores(world),
         *rests,
         *job.record.notes,
     ]

@@ -134,7 +134,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
         job.progress.close()
         job.opened.model.close()
         if job.saving is not None:
-            job.saving.let_go()
+            job.saving.release()
     return conclude(job)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.program import ROOT
 
 PAGES = [
+    "ARCHITECTURE.md",
     "README.md",
     "docs/cache.md",
     "docs/clusters.md",
@@ -36,6 +37,9 @@ PAGES = [
     "docs/reliability.md",
     "docs/results.md",
     "docs/runs.md",
+    "docs/api.md",
+    "docs/command-line.md",
+    "launch/README.md",
     "docs/strategies/data-parallel.md",
     "docs/strategies/grid.md",
     "docs/strategies/local-critics.md",

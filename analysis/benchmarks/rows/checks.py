@@ -1,4 +1,4 @@
-"""What all that is checked costs: of an epoch, and, for the index of cached rows, when there are many files."""
+"""Benchmarks of all checks: their share of an epoch, and the index of cached rows with many files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvfreeze.runs.environment import source_digest
 from hvfreeze.training.job import Job
 
 IMAGES = 25_000
-"""Of a rank, at most: CIFAR-10's, shared by two."""
+"""Largest number of samples of a rank: CIFAR-10's, shared by two."""
 IDS, MANY, FEW = 320_000, 256, 16
 
 EPOCH = Duel(

@@ -1,4 +1,4 @@
-"""What data, augmentation and logging add to an unfrozen step."""
+"""Benchmarks of data, augmentation and logging in a step without freezing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hvfreeze.training.job import Job
 
 INTERVAL = 4
 BATCH_ROWS = 24
-"""As in `make demo`: a vote costs most where steps are short."""
+"""Steps as in `make demo`: a vote costs most if steps are short."""
 UNMOVED = 1e-12
 """A bound on eta that no block keeps, so that both sides train the same blocks."""
 VOTED = FreezeConfig(freeze="gradient-norm", interval=INTERVAL, freeze_warmup=INTERVAL, eta_max=UNMOVED)

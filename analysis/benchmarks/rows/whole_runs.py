@@ -16,7 +16,7 @@ from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import ProgramRun, epoch_of
 
 STEPS = {1: 5, 2: 6, 3: 8, 4: 12, 5: 60}
-"""Of an epoch, by cut: runs of about equal length, long beside what the program measures before its first step."""
+"""Steps of an epoch, by cut: runs of about equal length, long compared with the program's measurements at the start."""
 EPOCHS = 4
 MIN_PAIRS = 3
 BOUND = 1 / 0.9

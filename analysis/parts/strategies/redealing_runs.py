@@ -26,11 +26,11 @@ from hvfreeze.runs.reading import Run
 CUT = 5
 """Blocks of resnet20 that are frozen: all of the first partition, which is cut there."""
 KINDS = {"frozen": "off", "cached": "on"}
-"""What the frozen blocks are -> --cache."""
+"""Kinds of frozen blocks -> --cache."""
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
-    """Return the runs: each kind with ranks that wait, and with ranks that are dealt out anew."""
+    """Return the runs: each kind with idle ranks, and with repartitioning."""
     shape = (2, 1, 2) if preset.is_smoke else (2, 1, 8)
     runs = []
     for kind, cache in KINDS.items():
@@ -73,7 +73,7 @@ def step_work(
 
 
 def predicted_gain(waiting: Run, redealt: Run) -> float:
-    """Return how many times as fast a step should be with ranks that are dealt out anew, where each has a core."""
+    """Return the predicted speed-up of a step by repartitioning, with a core for each rank."""
     size, takes = waiting.settings["image_size"], []
     work = [float(number) for number in work_of(chain_of(waiting), torch.zeros(1, 3, size, size))]
     for one in (waiting, redealt):
@@ -92,7 +92,7 @@ def predicted_gain(waiting: Run, redealt: Run) -> float:
 
 
 def gain(results: Results, kind: str) -> Interval:
-    """Return how many times as fast a step is with ranks that are dealt out anew."""
+    """Return the measured speed-up of a step by repartitioning."""
     return throughput_ratio(results, label_of(kind, "on"), label_of(kind, "off"))
 
 
@@ -103,7 +103,7 @@ def predicted(results: Results, kind: str) -> str:
 
 
 def table(results: Results) -> str:
-    """Return speed beside the prediction, and what travels."""
+    """Return measured and predicted speed, and the bytes sent."""
     rows = []
     for kind in KINDS:
         for redeal in ("off", "on"):

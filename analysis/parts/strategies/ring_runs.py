@@ -32,7 +32,7 @@ TIMED: dict[str, dict[str, Value]] = {
     "new": {"strategy": "stale-ring", "parts": TIMED_PARTS, "stale_after": 10**6},
     "stale": {"strategy": "stale-ring", "parts": TIMED_PARTS, "stale_after": 0},
 }
-"""By label: one process, the ring with new gradients, and the ring with old ones."""
+"""Names by label: one process, the ring with undelayed gradients, and the ring with delayed ones."""
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
@@ -144,7 +144,7 @@ def loss_table(results: Results) -> str:
 
 
 def step_table(results: Results) -> str:
-    """Return seconds of a step beside the prediction."""
+    """Return measured and predicted seconds of a step."""
     plain = times(results, "plain")
     whole, ideal = (mean_interval([predicted_seconds(run, parts=parts) for run in plain]) for parts in (1, TIMED_PARTS))
     told = [("one process", "plain", "-"), ("ring, new gradients", "new", milliseconds(whole.mean))]

@@ -181,7 +181,7 @@ def table(results: Results) -> str:
 
 
 def round_of(run: Run, name: str) -> tuple[str, ...]:
-    """Return the share of each matrix that a round trains, and bytes beside the formula."""
+    """Return the share of each matrix that a round trains, and measured and computed bytes."""
     told = (run.summary or {})["subnets"]
     matrices = ("hidden1.linear.weight", "hidden2.linear.weight", "head.linear.weight")
     sent = {lane: int(told["wire_bytes"][lane]) for lane in ("dealt", "returned")}

@@ -268,8 +268,8 @@ def join_of(line: World | None) -> Join:
     if line is None:
         return list
 
-    def join(mine: Sequence[float]) -> list[float]:
-        summed: list[float] = line.allreduce_sum(torch.tensor(mine, dtype=torch.float64), name="grid.join").tolist()
+    def join(local: Sequence[float]) -> list[float]:
+        summed: list[float] = line.allreduce_sum(torch.tensor(local, dtype=torch.float64), name="grid.join").tolist()
         return summed
 
     return join

@@ -241,10 +241,10 @@ class CachedRows:
 
         # Collectives in there are the readers' own, and fail on all of them; the others hear it from the last message.
         raise_on_all_ranks(world, work, name=f"grid.cache.{self.name}")
-        everyone = world.allgather_object((self._found(batches), list(self._lines)), name=f"grid.cached.{self.name}")
-        found, lines = everyone[mesh.rank_of(reader)][0], everyone[mesh.rank_of(reader, replica=0)][1]
+        gathered = world.allgather_object((self._found(batches), list(self._lines)), name=f"grid.cached.{self.name}")
+        found, lines = gathered[mesh.rank_of(reader)][0], gathered[mesh.rank_of(reader, replica=0)][1]
         readers = [mesh.rank_of(reader, replica=replica) for replica in range(mesh.replicas)]
-        if found is not None and all(everyone[rank][0] is not None for rank in readers):
+        if found is not None and all(gathered[rank][0] is not None for rank in readers):
             self.depth, self.reader = cut, reader
             self._cached = frozenset(key_of(batch) for batch, there in zip(batches, found, strict=True) if there)
         self._lines.clear()
@@ -270,8 +270,8 @@ class CachedRows:
 
     def report(self) -> dict[str, Any] | None:
         """Return this rank's part of summary.json's `cache`; one reader reports for all. Collective among readers."""
-        mine = None if self._features is None else self._features.report()
-        return merged(self._earlier, mine) if mine is not None and self._answers else self._earlier or None
+        local = None if self._features is None else self._features.report()
+        return merged(self._earlier, local) if local is not None and self._answers else self._earlier or None
 
     def close(self) -> None:
         """Publish cached rows and close all files. Not a collective."""

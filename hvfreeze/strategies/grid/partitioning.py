@@ -144,7 +144,7 @@ BlockState = dict[str, dict[str, Any]]
 def move(
     wire: Wire,
     chain: Chain,
-    mine: BlockState,
+    local: BlockState,
     *,
     place: int,
     ranks: Sequence[int],
@@ -154,7 +154,7 @@ def move(
     """Return the state of this rank's next blocks, bit for bit, from its own and the received ones. Collective.
 
     All of `ranks` must call this. They hold the chain, once or more, before and after. `place` is this rank's index
-    among them, `before` and `after` their blocks by index, `mine` the state of this rank's current blocks.
+    among them, `before` and `after` their blocks by index, `local` the state of this rank's current blocks.
     """
     blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block, source, to in transfers(before, after):
@@ -162,11 +162,11 @@ def move(
     for (source, to), some in blocks.items():
         if source == place:
             buffer = io.BytesIO()
-            torch.save(of_blocks(mine, chain, some), buffer)
+            torch.save(of_blocks(local, chain, some), buffer)
             data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
             wire.put(torch.tensor([len(data)]), to=ranks[to], lane=MOVING, seq=0)
             wire.put(data, to=ranks[to], lane=MOVING, seq=1)
-    result = of_blocks(mine, chain, [block for block in range(*after[place]) if block in range(*before[place])])
+    result = of_blocks(local, chain, [block for block in range(*after[place]) if block in range(*before[place])])
     for source in [source for source, to in blocks if to == place]:
         length = int(wire.get((1,), dtype=torch.int64, source=ranks[source], lane=MOVING, seq=0))
         data = wire.get((length,), dtype=torch.uint8, source=ranks[source], lane=MOVING, seq=1)
@@ -213,12 +213,12 @@ def repartitioned(
             values[name], values[other] = pooled_statistics(copies, tensors[other])
     freezer = Freezer.redealt(first["freezer"], restep=restep)
     for rank, segment in enumerate(segments):
-        mine = [name for name, _ in tensors_of(chain, segment)]
+        local = [name for name, _ in tensors_of(chain, segment)]
         yield {
-            "tensors": {name: values[name] for name in mine},
-            "optimizer": {name: optimizer[name] for name in mine if name in optimizer},
+            "tensors": {name: values[name] for name in local},
+            "optimizer": {name: optimizer[name] for name in local if name in optimizer},
             "freezer": freezer,
-            "reducer": {**first["reducer"], "exponents": {n: exponents[n] for n in mine if n in exponents}},
+            "reducer": {**first["reducer"], "exponents": {n: exponents[n] for n in local if n in exponents}},
             "bytes": exchanged,
             "sent": dict(sent) if rank == 0 else dict.fromkeys(sent, 0),
         }

@@ -35,7 +35,7 @@ from hvfreeze.strategies.model_parallel import (
     clip,
     cost_of_rank,
     digest_of,
-    digests_of_all,
+    gather_digests,
     gather_model,
     gradients_of,
     optimizer_bytes,
@@ -148,14 +148,14 @@ class Grid:
 
     def check(self, *, step: int) -> str:
         """Return a digest over all blocks, independent of the cuts; raises if replicas differ. Collective."""
-        mine = block_digests(self.chain, range(*self.stage.segment))
-        found = digests_of_all(self.world, self.chain, mine, name="grid.digest", step=step)
+        local = block_digests(self.chain, range(*self.stage.segment))
+        found = gather_digests(self.world, self.chain, local, name="grid.digest", step=step)
         return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model, gathered on rank 0 from its pipeline. Collective."""
-        mine = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
-        tensors = tensors_of(self.chain, mine)
+        local = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
+        tensors = tensors_of(self.chain, local)
         yield WholeModel(MODEL, gather_model(self.world, self.chain, tensors, name="grid.model"))
 
     def state_dict(self) -> State:
@@ -206,8 +206,8 @@ class Grid:
             **cost_of_rank(self.clock, wire, LANES),
         }
         other_bytes = freezer.reducer.other_bytes + self._signal_bytes
-        mine = (by_rank, other_bytes, wire.bytes_sent(), self.pipelines[0].rows.report())
-        ranks, others, every_sent, caches = zip(*self.world.allgather_object(mine, name="grid.report"))
+        local = (by_rank, other_bytes, wire.bytes_sent(), self.pipelines[0].rows.report())
+        ranks, others, every_sent, caches = zip(*self.world.allgather_object(local, name="grid.report"))
         cache: dict[str, Any] = {}
         for each in caches:
             cache = merged(cache, each) if each else cache
@@ -258,16 +258,16 @@ class Grid:
         pipeline, images = self.pipelines[number], self.images[number]
         rows = pipeline.rows
         if training:
-            mine = [one for batch in batches for one in stage.micro_batches(batch)]
+            local = [one for batch in batches for one in stage.micro_batches(batch)]
         else:
             # Lines of one replica share its evaluation batches too.
-            mine = list(batches[stage.line :: stage.lines])
+            local = list(batches[stage.line :: stage.lines])
             self._others = [batch for place, batch in enumerate(batches) if place % stage.lines != stage.line]
-        for line in rows.begin_epoch(mine):
+        for line in rows.begin_epoch(local):
             self.say(line)
         if stage.mesh.before is None and not pipeline.reads:
             whole = training and rows.depth == 0
-            coming = [joined(stage.micro_batches(batch)) for batch in batches] if whole else mine
+            coming = [joined(stage.micro_batches(batch)) for batch in batches] if whole else local
             announce(images, [batch for batch in coming if not rows.cached(batch)])
 
     def _repartition(self, *, cached: bool) -> bool:

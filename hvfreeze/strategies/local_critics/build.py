@@ -81,7 +81,7 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
         for number in range(*plan.ranks[world.rank])
     ]
     introduce(context, plan, plan.bytes_per_batch(boundaries))
-    drop_elsewhere(exits, plan, rank=world.rank)
+    drop_other_groups(exits, plan, rank=world.rank)
     wire = open_wire(world, [*LANES, *EVALUATION])
     return LocalCritics(
         CriticFacts(cut=cut, critic_every=LocalCriticsConfig.of(config).critic_every, placed=placed),
@@ -143,7 +143,7 @@ def open_line_features(
     return open_both_features(context, config, halves, costs, world=LoneRank(context.world))
 
 
-def drop_elsewhere(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:
+def drop_other_groups(exits: EarlyExits, plan: LinePlan, *, rank: int) -> None:
     """Drop the groups and critics of other ranks."""
     start, stop = plan.blocks(rank)
     drop_tensors(exits.chain, 0, start)

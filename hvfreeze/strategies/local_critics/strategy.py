@@ -36,7 +36,7 @@ from hvfreeze.strategies.model_parallel import (
     block_digests,
     cost_of_rank,
     digest_of,
-    digests_of_all,
+    gather_digests,
     gather_model,
     optimizer_bytes,
 )
@@ -206,21 +206,21 @@ class LocalCritics:
 
     def check(self, *, step: int) -> str:
         """Return a digest over all blocks and critics, independent of the number of ranks. Collective."""
-        mine: dict[tuple[str, int], str] = {}
+        local: dict[tuple[str, int], str] = {}
         for group in self.groups:
             digests = block_digests(self.chain, range(*group.plan.blocks))
-            mine |= {("block", block): digest for block, digest in digests.items()}
+            local |= {("block", block): digest for block, digest in digests.items()}
             critic = [] if group.critic is None else list(group.critic.named_parameters())
-            mine["critic", group.plan.number] = digest_tensors(critic)
+            local["critic", group.plan.number] = digest_tensors(critic)
         # Each lies on one rank.
-        found = digests_of_all(self.world, self.chain, mine, name="critics.digest", step=step)
+        found = gather_digests(self.world, self.chain, local, name="critics.digest", step=step)
         return digest_of(found[key] for key in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model with its critics, gathered on rank 0. Collective."""
-        mine = [pair for group in self.groups for pair in group.named(CRITICS)]
+        local = [pair for group in self.groups for pair in group.named(CRITICS)]
         starts = tuple(start for start, _ in self.exits.groups[1:])
-        yield WholeModel(MODEL, gather_model(self.world, self.chain, mine, name="critics.model"), exits=starts)
+        yield WholeModel(MODEL, gather_model(self.world, self.chain, local, name="critics.model"), exits=starts)
 
     def state_dict(self) -> State:
         """Return this rank's groups, whose pending updates must be complete."""
@@ -261,8 +261,8 @@ class LocalCritics:
             groups |= own["groups"]
             counts.update(own["counts"])
         for rank, (start, stop) in enumerate(self.facts.placed(size)):
-            mine = {number: groups[number] for number in range(start, stop)}
-            yield {"groups": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
+            local = {number: groups[number] for number in range(start, stop)}
+            yield {"groups": local, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
         """Return the exchanged bytes, each rank's resource use, and the accuracy of exits. Collective."""
@@ -273,9 +273,9 @@ class LocalCritics:
             **cost_of_rank(self.clock, wire, LANES),
         }
         cache = dict(NOTHING_KEPT) if self.features is None else self.features[0].report()
-        mine = (by_rank, self._signal_bytes, wire.bytes_sent(), cache, self.counts.summary())
+        local = (by_rank, self._signal_bytes, wire.bytes_sent(), cache, self.counts.summary())
         ranks, others, every_sent, caches, found = zip(
-            *self.world.allgather_object(mine, name="critics.report"), strict=True
+            *self.world.allgather_object(local, name="critics.report"), strict=True
         )
         return {
             "cut_history": [Move(0, 0, self.cut)],

@@ -70,7 +70,7 @@ class LocalSgd(RoundStrategy):
         Collective at the end of a round, when it also becomes known that a rank was asked to leave or met NaN or Inf.
         """
         self._go_on()
-        result = self.rounds.step_alone(lambda: self.replica.step(batches, rate=rate, leave=False))
+        result = self.rounds.step_locally(lambda: self.replica.step(batches, rate=rate, leave=False))
         if not self.rounds.ends:
             return result
         with self.replica.clock.within("allreduce"):
@@ -129,15 +129,15 @@ class LocalSgd(RoundStrategy):
         def passed_on() -> Iterator[dict[str, Any]]:
             nonlocal number
             for own in owns:
-                mine = (own["parameters"], own["optimizer"])
-                totals[:] = [added(totals[0], mine)] if totals else [mine]
+                local = (own["parameters"], own["optimizer"])
+                totals[:] = [added(totals[0], local)] if totals else [local]
                 counts.update(own["counts"])
                 number += 1
                 yield own
 
         base = pooled(passed_on(), restep=restep)
         parameters, optimizer = divided(totals[0], number)
-        rounds = Rounds.begun_anew(base["rounds"])
+        rounds = Rounds.at_round_start(base["rounds"])
         state = {**base, "parameters": list(parameters), "optimizer": optimizer, "rounds": rounds}
         yield {**state, "counts": dict(counts)}
         yield from repeat({**state, "counts": {}}, size - 1)
@@ -242,15 +242,15 @@ def average_(flat: Tensor, wire: Wire, *, rank: int, size: int, lanes: tuple[str
     others = [other for other in range(size) if other != rank]
     for other in others:
         wire.put(parts[other], to=other, lane=gathering)
-    mine = parts[rank]
+    local = parts[rank]
     received = [
-        mine.clone() if source == rank else wire.get(mine.shape, dtype=flat.dtype, source=source, lane=gathering)
+        local.clone() if source == rank else wire.get(local.shape, dtype=flat.dtype, source=source, lane=gathering)
         for source in range(size)
     ]
     *_, total = accumulate(received, torch.add)
-    mine.copy_(total / size)
+    local.copy_(total / size)
     for other in others:
-        wire.put(mine, to=other, lane=returning)
+        wire.put(local, to=other, lane=returning)
         wire.expect(parts[other].shape, dtype=flat.dtype, source=other, lane=returning)
     # What was put of `flat` must have gone before means are written over it.
     wire.drain()

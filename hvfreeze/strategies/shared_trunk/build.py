@@ -58,10 +58,10 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
     rows, asked = settings.batch_size, f"--batch-size ({settings.batch_size})"
     raise_on_all_ranks(world, lambda: check_rows(context, start=cut, rows=rows, asked=asked), name="trunk.rows")
-    mine = range(world.rank, len(tasks), world.size)
+    local = range(world.rank, len(tasks), world.size)
     heads = raise_on_all_ranks(
         world,
-        lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in mine],
+        lambda: [Head(tasks[i], labels[i], settings, build=context.build) for i in local],
         name="trunk.heads",
     )
     hold_still(chain, blocks)

@@ -174,8 +174,8 @@ class TrunkFeatures:
             lacking = np.any([store.missing(ids, views) for store in stores.values()], axis=0)
             missing = np.unique(np.stack([ids[lacking], views[lacking]], axis=1), axis=0)
         found = None if missing is None else hashlib.sha256(missing.tobytes()).hexdigest()
-        everyone = self.world.allgather_object(found, name=f"trunk.missing.{split.name}")
-        alike = len(set(everyone) - {None}) == 1
+        gathered = self.world.allgather_object(found, name=f"trunk.missing.{split.name}")
+        alike = len(set(gathered) - {None}) == 1
         rows = worth_filling(missing, due) if alike and self.world.rank == 0 and missing is not None else None
         rows = self.world.broadcast_object(rows, name=f"trunk.rows.{split.name}")
         if rows is None:

@@ -66,7 +66,7 @@ class LinePlan:
         elif self.labels == "ride":
             labels = len(inner) * sum(map(len, self.rows))
             sources = [self.source_of(depths[-1]) if depths else rank for rank, depths in enumerate(self.depths)]
-            labels += sum(len(mine) for rank, mine in enumerate(self.rows) if rank != sources[rank])
+            labels += sum(len(local) for rank, local in enumerate(self.rows) if rank != sources[rank])
         return {
             "activations": sum(boundaries[stop].num_bytes for stop in inner),
             "features": sum(boundaries[depth].num_bytes for depth, _ in served),

@@ -33,7 +33,7 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel, not_finite
-from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, digests_of_all, state_of
+from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, gather_digests, state_of
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
@@ -230,16 +230,16 @@ class SharedTrunk:
 
     def check(self, *, step: int) -> str:
         """Return a digest over the trunk's blocks and every head, independent of the number of ranks. Collective."""
-        mine: dict[Any, str] = block_digests(self.chain, range(*self.segment))
-        mine |= {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
-        found = digests_of_all(self.world, self.chain, mine, name="trunk.digest", step=step)
+        local: dict[Any, str] = block_digests(self.chain, range(*self.segment))
+        local |= {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
+        found = gather_digests(self.world, self.chain, local, name="trunk.digest", step=step)
         return digest_of(f"{key} {found[key]}" for key in [*range(self.facts.depth), *self.facts.names])
 
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield each model; on rank 0 with the only copy of the trunk, and one head at a time. Collective."""
-        mine = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
+        local = self.segment if self.world.rank == 0 or not self.facts.whole else (0, 0)
         give_back()
-        trunk = gather_tensors(self.world, tensors_of(self.chain, mine), name="trunk.model")
+        trunk = gather_tensors(self.world, tensors_of(self.chain, local), name="trunk.model")
         heads = {head.task.name: head for head in self.heads}
         for name, classes in zip(self.facts.names, self.facts.classes, strict=True):
             own = heads[name].tensors() if name in heads else []
@@ -290,8 +290,8 @@ class SharedTrunk:
                 "new run"
             )
         for rank in range(size):
-            mine = {name: heads[name] for name in self.facts.names[rank::size]}
-            yield {"heads": mine, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
+            local = {name: heads[name] for name in self.facts.names[rank::size]}
+            yield {"heads": local, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
 
     def report(self) -> dict[str, Any]:
         """Return the exchanged bytes, the cache's numbers, and each rank's resource use. Collective."""
@@ -313,8 +313,8 @@ class SharedTrunk:
             "forward_seconds": self.clock.seconds["forward"],
             **cost_of_rank(self.clock, wire),
         }
-        mine = (all(store.exact for store in both), cache, by_rank, wire.bytes_sent())
-        exact, caches, ranks, every_sent = zip(*self.world.allgather_object(mine, name="trunk.report"))
+        local = (all(store.exact for store in both), cache, by_rank, wire.bytes_sent())
+        exact, caches, ranks, every_sent = zip(*self.world.allgather_object(local, name="trunk.report"))
         return {
             "other_collective_bytes": self._signal_bytes,
             "cut_history": [Move(0, 0, self.cut)],

@@ -48,12 +48,12 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
         for part in facts.parts_of(world.rank)
     }
     introduce(context, facts, boundaries)
-    mine = [facts.segments[part] for part in modules]
+    local = [facts.segments[part] for part in modules]
     # Each stays whole on one rank, hence also what both ends share.
     for part, segment in enumerate(facts.segments):
         if part not in modules:
             drop_tensors(chain, *segment)
-    named = [pair for segment in mine for pair in chain.named_parameters(*segment)]
+    named = [pair for segment in local for pair in chain.named_parameters(*segment)]
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
     optimizer = open_optimizer(named, settings, head=head)
     return StaleRing(

@@ -41,8 +41,8 @@ from hvfreeze.strategies.model_parallel import (
     clip,
     cost_of_rank,
     digest_of,
-    digests_of_all,
     expect,
+    gather_digests,
     gather_model,
     gradients_of,
     optimizer_bytes,
@@ -205,9 +205,9 @@ class StaleRing:
 
     def check(self, *, step: int) -> str:
         """Return a digest over all blocks, on whichever ranks they are. Collective."""
-        mine = [block for module in self.modules.values() for block in range(*module.segment)]
-        digests = block_digests(self.chain, mine)
-        found = digests_of_all(self.world, self.chain, digests, name="ring.digest", step=step)
+        local = [block for module in self.modules.values() for block in range(*module.segment)]
+        digests = block_digests(self.chain, local)
+        found = gather_digests(self.world, self.chain, digests, name="ring.digest", step=step)
         return digest_of(found[block] for block in sorted(found))
 
     def whole_models(self) -> Iterator[WholeModel]:
@@ -266,11 +266,11 @@ class StaleRing:
             step = restep(own["steps"][0])
         for rank in range(size):
             segments = [self.facts.segments[part] for part in self.facts.parts_of(rank)]
-            mine = [name for segment in segments for name, _ in tensors_of(self.chain, segment)]
+            local = [name for segment in segments for name, _ in tensors_of(self.chain, segment)]
             yield {
                 "ring": self.facts.identity(),
-                "tensors": {name: tensors[name] for name in mine},
-                "optimizer": {name: optimizer[name] for name in mine if name in optimizer},
+                "tensors": {name: tensors[name] for name in local},
+                "optimizer": {name: optimizer[name] for name in local if name in optimizer},
                 "steps": [step, step],
                 "passes": {},
                 "errors": {},
@@ -286,8 +286,8 @@ class StaleRing:
             "waiting": sum(module.waiting for module in self.modules.values()),
             **cost_of_rank(self.clock, self.wire, LANES),
         }
-        mine = (by_rank, self._signal_bytes, self.wire.bytes_sent())
-        ranks, others, every_sent = zip(*self.world.allgather_object(mine, name="ring.report"), strict=True)
+        local = (by_rank, self._signal_bytes, self.wire.bytes_sent())
+        ranks, others, every_sent = zip(*self.world.allgather_object(local, name="ring.report"), strict=True)
         total = {lane: sum(each[lane] for each in every_sent) for lane in (*LANES, EVALUATION)}
         return {
             "cut_history": [Move(0, 0, 0)],

@@ -194,7 +194,7 @@ view."""
 
 
 class Exchange:
-    """Holds this rank's entries and exchanges them; every method except `give_up_whole` is a collective.
+    """Holds this rank's entries and exchanges them; every method except `free_whole` is a collective.
 
     Args:
         table: the owners and pieces.
@@ -235,15 +235,15 @@ class Exchange:
             put(self.owned[p.name], self._indices(p, dealt, rank), part)
 
     @torch.no_grad()
-    def show_whole(self) -> None:
+    def assemble_whole(self) -> None:
         """Fill in the whole module's parameters from their owners."""
-        mine = flat(self.owned[p.name] for p in self.table.parameters)
+        local = flat(self.owned[p.name] for p in self.table.parameters)
         for p in self.table.parameters:
             self._whole[p.name].data = torch.empty(p.shape)
-        for p, owner, part in self._swap(WHOLE, lambda _: mine, self.table.own_shape):
+        for p, owner, part in self._swap(WHOLE, lambda _: local, self.table.own_shape):
             self.table.own_part(p, self._whole[p.name], owner).copy_(part)
 
-    def give_up_whole(self) -> None:
+    def free_whole(self) -> None:
         """Free the memory of the whole module's parameters."""
         for parameter in self._whole.values():
             parameter.data = torch.empty(0)

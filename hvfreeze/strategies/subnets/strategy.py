@@ -74,7 +74,7 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     head = {name for name, _ in narrow.named_parameters() if f"{place.name}{name}" in last}
     piece = Piece(narrow, settings, head)
     exchange = Exchange(table, place.mlp, narrow, open_wire(world, LANES), rank=world.rank)
-    exchange.give_up_whole()
+    exchange.free_whole()
     rounds = Rounds(world, SubnetsConfig.of(config).local_steps)
     widths = " and ".join(map(str, table.hand_sizes(0)))
     context.say(
@@ -195,7 +195,7 @@ class Subnets(RoundStrategy):
         Collective there; at the end it also becomes known that a rank was asked to leave, or met NaN or Inf.
         """
         if self._shown:
-            self.exchange.give_up_whole()
+            self.exchange.free_whole()
             self._shown, self._statistics = False, None
         clock = self.replica.clock
         if self._dealt is None:
@@ -203,7 +203,7 @@ class Subnets(RoundStrategy):
                 self._dealt = self._deal()
                 self.exchange.deal(self._dealt)
             self.piece.begin()
-        result = self.rounds.step_alone(lambda: self._step_alone(batches, rate=rate))
+        result = self.rounds.step_locally(lambda: self._step_locally(batches, rate=rate))
         self._batches, self._statistics = list(batches), None
         self.replica.freezer.after_step(result.loss)
         if not self.rounds.ends:
@@ -281,7 +281,7 @@ class Subnets(RoundStrategy):
             yield {
                 "owned": {p.name: table.own_part(p, whole[p.name], rank).clone() for p in table.parameters},
                 "piece": {},
-                "rounds": Rounds.begun_anew(first["rounds"]),
+                "rounds": Rounds.at_round_start(first["rounds"]),
                 "freezer": Freezer.redealt(first["freezer"], restep=restep),
                 # Of a rank that may have other samples: its own first ones, where nobody has looked at the model.
                 "batches": [],
@@ -320,7 +320,7 @@ class Subnets(RoundStrategy):
                 features = call(features)
         return features
 
-    def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
+    def _step_locally(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
         """Make an optimizer step of this rank's piece. Raises NumericsError, before the update, on this rank only."""
         clock, count, logits_of, value = self.replica.clock, len(batches), [], 0.0
         objective, step = self.replica.objective, self.replica.freezer.step
@@ -355,7 +355,7 @@ class Subnets(RoundStrategy):
         self.rounds.meet()
         if self._dealt is not None:
             self.exchange.give_back(self._dealt, lane=SEEN)
-        self.exchange.show_whole()
+        self.exchange.assemble_whole()
         self._shown = True
         statistics = [tensor for pair in running_statistics(self.whole.modules()) for tensor in pair]
         if self._statistics is None:

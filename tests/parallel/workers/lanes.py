@@ -189,10 +189,10 @@ def check_a_longer_cycle(world: World) -> None:
     """Last, because Horovod cannot be started anew after it: it says so instead of crashing."""
     if not isinstance(world, HorovodWorld):
         return
-    world.start_anew(CYCLE_TIME, "3")
+    world.restart(CYCLE_TIME, "3")
     try_collectives(world, list(range(world.size)), "long")
     try:
-        world.start_anew("HVFREEZE_TOLD", "1")
+        world.restart("HVFREEZE_TOLD", "1")
     except UsageError as error:
         assert f"${CYCLE_TIME} (3) is set" in str(error)
     else:

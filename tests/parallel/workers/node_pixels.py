@@ -50,7 +50,7 @@ def mappings() -> list[tuple[str, str]]:
     return sorted(((words[1], words[4]) for words in lines), key=lambda mapping: int(mapping[1]))
 
 
-def let_go() -> None:
+def release() -> None:
     assert mappings() == []
     descriptors = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     assert not [place for place in descriptors if os.path.lexists(place) and "memfd" in os.readlink(place)]
@@ -59,7 +59,7 @@ def let_go() -> None:
 @contextmanager
 def folder_of(world: World) -> Iterator[Path]:
     """A folder that all ranks see; no rank may hold shared memory of a check before."""
-    let_go()
+    release()
     folder = Path(world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "", name="test.folder"))
     yield folder
     world.barrier(name="test.seen")
@@ -260,4 +260,4 @@ def refusal(work: Any) -> str:
 
 
 def check_nothing_is_held_in_the_end(world: World) -> None:
-    let_go()
+    release()

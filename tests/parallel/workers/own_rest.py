@@ -53,7 +53,7 @@ def check_how_long_horovod_rests(world: World) -> None:
     else:
         assert os.environ[CYCLE_TIME] == str(LONG_CYCLE_MS)
         try:
-            world.start_anew("HVFREEZE_TOLD", "1")
+            world.restart("HVFREEZE_TOLD", "1")
         except UsageError as error:
             assert f"${CYCLE_TIME} ({LONG_CYCLE_MS}) is set" in str(error)
         else:

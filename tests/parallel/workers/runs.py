@@ -253,7 +253,7 @@ def check_scheduled_runs_whose_exchange_is_chosen(given: Given) -> None:
 
 def freeze_and_thaw(seen: Evidence) -> int:
     """Propose two blocks once gains are known, and none after looks at them: short runs show no others."""
-    return 0 if len(seen.looks) == 2 else max(seen.cut, 2 if seen.gains is not None else 0)
+    return 0 if len(seen.probes) == 2 else max(seen.cut, 2 if seen.gains is not None else 0)
 
 
 def check_runs_that_freeze_and_thaw(given: Given) -> None:

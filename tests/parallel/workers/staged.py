@@ -121,7 +121,7 @@ def clocked(world: World) -> Iterator[None]:
     with (
         patch.object(budget, "time", clock),
         patch.object(loop, "time", clock),
-        patch.object(budget, "settled_seconds", lambda *_, **__: 0.02),
+        patch.object(budget, "min_seconds", lambda *_, **__: 0.02),
     ):
         yield
 

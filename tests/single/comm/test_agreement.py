@@ -33,7 +33,7 @@ def test_a_rank_with_less_to_do_meets_the_others_between_their_steps(
                 yield
 
         monkeypatch.setattr(world, "allgather_object", counted)
-        agreement.go_in_rounds(world, steps(), name="test")
+        agreement.synchronize_in_rounds(world, steps(), name="test")
         return done, met
 
     most = 4 * (size - 1)
@@ -52,5 +52,5 @@ def test_ranks_do_not_meet_after_every_step(monkeypatch: pytest.MonkeyPatch) -> 
             names.append(name)
             return [value]
 
-    agreement.go_in_rounds(Counted(), range(100), name="test")
+    agreement.synchronize_in_rounds(Counted(), range(100), name="test")
     assert names == ["rounds.test"]

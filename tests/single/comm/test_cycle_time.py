@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.comm.cycle_time import JOBS_CORES, LONG_CYCLE_MS, rest_longer_where_cores_are_full
+from hvfreeze.comm.cycle_time import JOBS_CORES, LONG_CYCLE_MS, lengthen_cycle_on_full_cores
 from hvfreeze.comm.horovod_world import HorovodWorld
 from hvfreeze.comm.mpi_environment import CYCLE_TIME
 from hvfreeze.comm.resources import count_in
@@ -29,7 +29,7 @@ class Made(HorovodWorld):
             return [value] * len(self.hosts)
         return [(host, *value[1:]) for host in self.hosts]
 
-    def start_anew(self, variable: str, value: str) -> None:
+    def restart(self, variable: str, value: str) -> None:
         """Notes it."""
         self.anew.append((variable, value))
 
@@ -85,14 +85,14 @@ def test_horovod_rests_longer_where_the_cores_of_several_nodes_are_full(
 ) -> None:
     monkeypatch.setenv(JOBS_CORES, of_job)
     world: Any = Made(*hosts)
-    assert len(rest_longer_where_cores_are_full(world, threads)) == len(anew)
+    assert len(lengthen_cycle_on_full_cores(world, threads)) == len(anew)
     assert world.anew == anew
 
 
 def test_a_cycle_time_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CYCLE_TIME, "2")
     world: Any = Made("a", "b")
-    assert not rest_longer_where_cores_are_full(world, 4)
+    assert not lengthen_cycle_on_full_cores(world, 4)
     assert (world.anew, os.environ[CYCLE_TIME]) == ([], "2")
 
 
@@ -100,7 +100,7 @@ def test_one_node_that_is_full_decides_for_all(monkeypatch: pytest.MonkeyPatch) 
     for full in ([True, False], [False, False]):
         monkeypatch.setattr(Made, "allgather_object", lambda self, value, *, name, full=full: told(self, value, full))
         world: Any = Made("a", "b")
-        assert bool(rest_longer_where_cores_are_full(world, 1)) == any(full)
+        assert bool(lengthen_cycle_on_full_cores(world, 1)) == any(full)
 
 
 def told(world: Made, value: Any, full: list[bool]) -> list[Any]:
@@ -117,11 +117,11 @@ def test_horovod_is_started_anew_with_the_variable_and_never_beside_a_cycle_time
     world, hvd = object.__new__(HorovodWorld), Horovod()
     world._hvd = hvd
     world.watch = hvd  # type: ignore[assignment]
-    world.start_anew("HVFREEZE_TOLD", "1")
+    world.restart("HVFREEZE_TOLD", "1")
     assert hvd.asked == ["waits", "shutdown", "init 1", "goes on"]
     monkeypatch.setenv(CYCLE_TIME, "3")
     with pytest.raises(UsageError, match=rf"\${CYCLE_TIME} \(3\) is set.*set HVFREEZE_TOLD=1 too"):
-        world.start_anew("HVFREEZE_TOLD", "1")
+        world.restart("HVFREEZE_TOLD", "1")
     assert len(hvd.asked) == 4
 
 

@@ -18,7 +18,7 @@ from hvfreeze.comm.replica_sync import (
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import cut_into_blocks
-from hvfreeze.strategies.model_parallel import block_digests, digests_of_all
+from hvfreeze.strategies.model_parallel import block_digests, gather_digests
 from tests.single.ranks_in_threads import on_ranks
 
 
@@ -68,7 +68,7 @@ def test_what_differs_is_named(name: str, words: str) -> None:
 
     def blockwise(world: World) -> None:
         chain = cut_into_blocks(models[world.rank])
-        digests_of_all(world, chain, block_digests(chain, range(len(chain.blocks))), name="blocks", step=3)
+        gather_digests(world, chain, block_digests(chain, range(len(chain.blocks))), name="blocks", step=3)
 
     for check in (blockwise, lambda world: check_replicas(models[world.rank], world, step=3)):
         with pytest.raises(DivergedError, match=r"after step 3.*; ") as refused:

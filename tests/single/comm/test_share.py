@@ -42,7 +42,7 @@ def test_cores_that_mpirun_leaves_idle_are_told_host_by_host(
     ranks: list[tuple[str, set[int], set[int]]], told: list[str]
 ) -> None:
     world: Any = Gathering(*ranks)
-    said = resources.bound_apart(world)
+    said = resources.note_bound_cores(world)
     assert [line.partition(";")[0] for line in said] == told
     assert all("--bind-to none" in line for line in said)
 

@@ -168,8 +168,8 @@ def test_a_look_finds_what_frozen_blocks_would_gain_and_changes_nothing() -> Non
     alone = [torch.autograd.grad(model(part).pow(2).mean(), every) for part in inputs]
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
-    freezer.look(model(part).pow(2).mean() for part in inputs)
-    (rows,) = seen.looks
+    freezer.probe(model(part).pow(2).mean() for part in inputs)
+    (rows,) = seen.probes
     pairs = [sum(float((a * b).sum()) for a, b in zip(alone[0][:2], other[:2])) for other in alone[1:]]
     assert rows[0][0] == pytest.approx(0.5 * sum(pairs) / 3, rel=1e-4)
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
@@ -198,10 +198,10 @@ def test_steps_of_a_script_look_at_frozen_blocks_themselves(passes: int, scales:
         assert all(parameter.grad is None for parameter in every[:2])
         if 6 <= number < 10:
             gradients.append(torch.autograd.grad(alone(inputs).pow(2).mean(), list(alone.parameters())))
-        looking = freezer.looking
+        probing = freezer.probing
         freezer.after_step(0.0, scale=scale)
-        assert looking == (6 <= number < 10) and not freezer.looks, number
-    (rows,) = seen.looks
+        assert probing == (6 <= number < 10) and not freezer.needs_probe, number
+    (rows,) = seen.probes
     for own, row in enumerate(rows):
         others = [gradient for number, gradient in enumerate(gradients) if number != own]
         for block, of in ((0, slice(0, 2)), (1, slice(2, 4))):
@@ -219,9 +219,9 @@ def test_looks_come_in_pairs_each_twice_as_late_as_the_one_before() -> None:
         freezer.reducer.begin()
         model(torch.randn(5, 3)).pow(2).mean().backward()
         freezer.reducer.finish()
-        if freezer.looks:
+        if freezer.needs_probe:
             due.append(number // 2 + 1)
-            freezer.look(model(torch.zeros(2, 3)).pow(2).mean() for _ in range(4))
+            freezer.probe(model(torch.zeros(2, 3)).pow(2).mean() for _ in range(4))
         freezer.after_step(0.0)
         if freezer.cut == 0:
             freezer.freeze(1)
@@ -281,5 +281,5 @@ def test_one_sample_makes_no_look() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     freezer = freezer_of(model, torch.optim.SGD(model.parameters(), lr=0.5), interval=100)
     freezer.freeze(1)
-    freezer.look(iter([model(torch.randn(1, 3)).pow(2).mean()]))
-    assert freezer._coherence is not None and freezer._coherence.looks == [()]
+    freezer.probe(iter([model(torch.randn(1, 3)).pow(2).mean()]))
+    assert freezer._coherence is not None and freezer._coherence.probes == [()]

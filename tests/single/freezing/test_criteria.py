@@ -149,35 +149,35 @@ def test_a_cut_is_proposed_once_it_was_wanted_twice_and_uncertain_samples_freeze
     assert math.isnan(gain_shares(replace(EVIDENCE, cut=1))[0]) and gain_shares(replace(EVIDENCE, gains=None)) == ()
 
 
-def looked(*gains: float) -> tuple[tuple[float, ...], ...]:
+def probed(*gains: float) -> tuple[tuple[float, ...], ...]:
     """Return a look that finds these gains, each sure to a hundredth."""
     return tuple(tuple(gain + noise for gain in gains) for noise in (-0.01, 0.01) * 4)
 
 
 def test_parts_of_frozen_blocks_are_known_by_two_looks_and_ranks_send_equally_many_numbers() -> None:
-    frozen, first = replace(EVIDENCE, cut=2), looked(1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
-    shares = gain_shares(replace(frozen, looks=(first, looked(2.0, 0.0, 0.0, 0.0, 0.0, 0.0))))
+    frozen, first = replace(EVIDENCE, cut=2), probed(1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+    shares = gain_shares(replace(frozen, probes=(first, probed(2.0, 0.0, 0.0, 0.0, 0.0, 0.0))))
     assert shares == pytest.approx((0.75, 0.0, 0.0, 0.0, 0.25, 0.0))
-    for unknown in ({"looks": (first,)}, {"looks": ((), ())}):
+    for unknown in ({"probes": (first,)}, {"probes": ((), ())}):
         assert [math.isnan(share) for share in gain_shares(replace(frozen, **unknown))] == [True] * 2 + [False] * 4
-    nothing = [gain_shares(replace(frozen, gains=(), looks=looks)) for looks in ((), ((), ()))]
+    nothing = [gain_shares(replace(frozen, gains=(), probes=probes)) for probes in ((), ((), ()))]
     assert all(len(shares) == 6 and all(map(math.isnan, shares)) for shares in nothing)
 
 
 @pytest.mark.parametrize(
-    ("looks", "cut"),
+    ("probes", "cut"),
     [
         ((), 3),
-        ((looked(9, 9, 9, 1, 1, 1),), 3),
-        ((looked(9, 9, 9, 1, 1, 1),) * 2, 0),
-        ((looked(0, 0, 9, 1, 1, 1),) * 2, 2),
-        ((looked(0, 0, 0.1, 1, 1, 1),) * 2, 3),
-        ((looked(9, 9, 9, 1, 1, 1), looked(0, 0, 0, 1, 1, 1)), 3),
+        ((probed(9, 9, 9, 1, 1, 1),), 3),
+        ((probed(9, 9, 9, 1, 1, 1),) * 2, 0),
+        ((probed(0, 0, 9, 1, 1, 1),) * 2, 2),
+        ((probed(0, 0, 0.1, 1, 1, 1),) * 2, 3),
+        ((probed(9, 9, 9, 1, 1, 1), probed(0, 0, 0, 1, 1, 1)), 3),
     ],
     ids=["no-look", "one-look", "all-gain", "the-last-does", "too-little", "once-only"],
 )
-def test_frozen_blocks_train_again_where_two_looks_find_that_they_gain(looks: Any, cut: int) -> None:
-    frozen = replace(EVIDENCE, cut=3, gains=None, looks=looks)
+def test_frozen_blocks_train_again_where_two_looks_find_that_they_gain(probes: Any, cut: int) -> None:
+    frozen = replace(EVIDENCE, cut=3, gains=None, probes=probes)
     assert coherence(frozen) == cut
     proposer = Proposer("coherence", cut=3, intervals=0)
     assert proposer.propose(frozen, 1) == cut

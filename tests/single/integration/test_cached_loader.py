@@ -146,8 +146,8 @@ def test_blocks_that_are_cached_are_looked_at_and_thaw_as_they_would_without(
 
     def thaw(seen: Evidence) -> int:
         """Propose that all thaws once two looks in a row have found what frozen blocks gain."""
-        looks.append(seen.looks)
-        return 0 if len(seen.looks) == 2 and all(seen.looks) else seen.cut
+        looks.append(seen.probes)
+        return 0 if len(seen.probes) == 2 and all(seen.probes) else seen.cut
 
     monkeypatch.setitem(CRITERIA, "coherence", Criterion(thaw, watches="gains"))
     settings = FreezeConfig(freeze="coherence", interval=8, freeze_warmup=8)

@@ -21,7 +21,7 @@ from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import freeze_by_vote
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import tell
+from hvfreeze.integration.script_world import log
 from tests.single.integration import test_telling
 
 SAMPLES, ROWS = 48, 4
@@ -195,6 +195,6 @@ def test_the_first_line_says_when_the_first_vote_is_held(
     optimizer = wrap(net, **options)
     batches = DataLoader(data(), batch_size=ROWS)
     train(net, optimizer, batches if loader == "sized" else [next(iter(batches))], epochs=1)
-    tell(SoloWorld(), "the end")
+    log(SoloWorld(), "the end")
     said = capsys.readouterr().err.splitlines()[:-1]
     assert len(said) >= len(lines) and all(words in line for words, line in zip(lines, said)), said

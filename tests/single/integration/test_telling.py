@@ -11,7 +11,7 @@ from torch import nn
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import tell
+from hvfreeze.integration.script_world import log
 
 
 def silent(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
@@ -70,6 +70,6 @@ def test_only_rank_0_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     class Second(SoloWorld):
         rank = 1
 
-    tell(Second(), "never")
-    tell(SoloWorld(), "%d of %s", 1, "two")
+    log(Second(), "never")
+    log(SoloWorld(), "%d of %s", 1, "two")
     assert capsys.readouterr().err == "hvfreeze: 1 of two\n"

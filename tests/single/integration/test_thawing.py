@@ -109,17 +109,17 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def test_looks_change_nothing_but_the_vote(
     passes: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looking, resting = Script(sgd, passes=passes), Script(sgd, passes=passes)
-    monkeypatch.setattr(looking.seen, "_gains_of", lambda *of, **among: ())
-    looking.optimizer.freezer.freeze(1)
+    probing, resting = Script(sgd, passes=passes), Script(sgd, passes=passes)
+    monkeypatch.setattr(probing.seen, "_gains_of", lambda *of, **among: ())
+    probing.optimizer.freezer.freeze(1)
     resting.optimizer.freezer.freeze(1)
-    resting.seen.next_look = 10**9
-    before = copy.deepcopy(looking.model[0])
-    for script in (looking, resting):
+    resting.seen.next_probe = 10**9
+    before = copy.deepcopy(probing.model[0])
+    for script in (probing, resting):
         script.train(17, dtype=dtype)
         assert script.optimizer.freezer.cut == 1
-    assert looking.reached == LOOKED and resting.reached == []
-    assert equal(looking.model, resting.model) and equal(looking.model[0], before)
+    assert probing.reached == LOOKED and resting.reached == []
+    assert equal(probing.model, resting.model) and equal(probing.model[0], before)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -194,7 +194,7 @@ def test_a_step_whose_gradients_overflow_says_nothing() -> None:
     script.train(1, scale=math.inf, steps_made=False)
     assert [len(part) for part in script.seen.parts] == [8, 8]
     script.train(2)
-    assert script.seen.looks == [()], "three gradients are too few"
+    assert script.seen.probes == [()], "three gradients are too few"
     script.train(5)
     assert script.optimizer.freezer.cut == 1
 
@@ -203,9 +203,9 @@ def test_who_switches_parameters_or_moves_the_cut_between_steps_is_followed() ->
     script = Script(sgd)
     script.optimizer.freezer.freeze(1)
     script.train(7)
-    assert script.front.requires_grad and script.optimizer.freezer.looking
+    assert script.front.requires_grad and script.optimizer.freezer.probing
     script.optimizer.freezer.freeze(2)
-    assert not script.front.requires_grad and not script.optimizer.freezer.looking
+    assert not script.front.requires_grad and not script.optimizer.freezer.probing
     script.optimizer.freezer.thaw(0)
     assert script.front.requires_grad
     script.model.zero_grad()

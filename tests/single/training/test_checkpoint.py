@@ -165,12 +165,12 @@ def test_a_checkpoint_that_was_not_put_whole_leaves_nothing(tmp_path: Path) -> N
     section = checkpoint.packed(state_after(1))
     saving = checkpoint.Saving(tmp_path, step=1, size=1, lengths=[len(section), len(section)])
     saving.put(section)
-    saving.let_go()
+    saving.release()
     assert list(tmp_path.iterdir()) == []
     whole = checkpoint.Saving(tmp_path, step=1, size=0, lengths=[len(section)])
     whole.put(section)
     whole.finish()
-    whole.let_go()
+    whole.release()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.pt"]
 
 

@@ -270,5 +270,5 @@ def test_a_run_interrupted_in_the_middle_of_a_checkpoint_ends_and_leaves_no_part
     monkeypatch.setattr(saving, "sections_of_ranks", interrupted)
     assert call("train", *SMALL, "--run-dir", str(tmp_path / "run")).returncode == 130
     left = [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"]
-    made[0].let_go()
+    made[0].release()
     assert left == [] and not list((tmp_path / "run" / "checkpoints").glob("step-*"))

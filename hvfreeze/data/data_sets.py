@@ -368,52 +368,49 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
         notes.append(
             f"no sample has one of {plural(len(unseen), 'class', 'classes')} that are named: {first_few(unseen)}"
         )
-    mean, std = _STATISTICS["imagefolder"]
-    sets = {
-        part: ImageSet(
-            name=HF if name.startswith(HF) else name,
-            classes=classes,
-            # Labels of broken samples mean nothing.
-            labels=torch.tensor([number.get(label, 0) for label in split.labels.tolist()], dtype=torch.int64),
-            mean=mean,
-            std=std,
-            flips=train.flips,
-            source=split.source,
-            broken=split.broken,
-        )
-        for part, split in splits.items()
-    }
-    return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
+    # Labels of broken samples mean nothing.
+    places = {part: [number.get(label, 0) for label in split.labels.tolist()] for part, split in splits.items()}
+    return _joined(
+        splits, classes, {part: torch.tensor(found, dtype=torch.int64) for part, found in places.items()}, notes
+    )
 
 
 def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
     """Return the splits of a data set of the user's own whose labels are several a sample, or numbers."""
     train, test = splits["train"], splits["test"]
     name, outputs = train.source.name, train.labels.shape[1]
-    names, kind = train.classes or tuple(map(str, range(outputs))), train.kind
+    names = train.classes or tuple(map(str, range(outputs)))
     alike = test.classes in (train.classes, None) and len(set(names)) == len(names) == outputs and all(names)
     if not alike:
         raise RefusedError(
             f"--data ({name}): classes must be {plural(outputs, 'different name')}, one for each entry of a label, "
             f"none empty, the same in train and test; train names {len(names)}"
         )
-    notes, (mean, std) = list[str](), _STATISTICS["imagefolder"]
+    found = _joined(splits, names, {part: split.labels for part, split in splits.items()}, [])
+    return replace(found, notes=[*found.notes, *notes_on_absent({"train": found.train, "test": found.test})])
+
+
+def _joined(
+    splits: dict[str, OwnSplit], names: tuple[str, ...], labels: dict[str, Tensor], notes: list[str]
+) -> DataSplits:
+    """Return the splits of a custom dataset with the names and the labels that were found for them."""
+    train, (mean, std) = splits["train"], _STATISTICS["imagefolder"]
     sets = {
         part: ImageSet(
-            name=HF if name.startswith(HF) else name,
+            name=HF if train.source.name.startswith(HF) else train.source.name,
             classes=names,
-            labels=split.labels,
+            labels=labels[part],
             mean=mean,
             std=std,
             flips=train.flips,
             source=split.source,
             broken=split.broken,
-            kind=kind,
+            kind=train.kind,
         )
         for part, split in splits.items()
     }
-    notes += notes_on_absent(sets)
-    return DataSplits(train=sets["train"], test=sets["test"], notes=[*train.notes, *test.notes, *notes])
+    said = [*train.notes, *splits["test"].notes, *notes]
+    return DataSplits(train=sets["train"], test=sets["test"], notes=said)
 
 
 UNEQUAL_SIDE = 128

@@ -59,7 +59,7 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.tasks import Classes, Numbers, Task, class_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
-from hvfreeze.training.doubles import conflict_of, overlap_of
+from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
@@ -362,7 +362,7 @@ def load_share(
                 replica=replica,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
                 statistics=statistics,
-                solved=config.head.solved,
+                fits_head=config.head.solved,
                 pools=pools,
                 rows=rows,
             )
@@ -531,7 +531,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         side=min(corpus.train.image_shape[1:], default=0),
         decodes=not isinstance(corpus.train.source, ArraySource),
         oblong=any(source.oblong for source in files) or any(source.oblong for source in others),
-        # Of a data set of the user's own, only some images were looked at.
+        # Of a data set of the user's own, only some images were probed.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
         gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),

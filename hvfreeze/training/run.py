@@ -241,9 +241,9 @@ def conclude(job: Job) -> dict[str, Any]:
         "resumed": list(job.record.resumed),
     }
     if job.overlap is not None:
-        summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
+        summary["evaluated_in_training"] = {"found": job.overlap.found, "compared": job.overlap.compared}
     if job.conflict is not None:
-        summary["trained_in_two_classes"] = {"found": job.conflict.found, "looked_at": job.conflict.looked_at}
+        summary["trained_in_two_classes"] = {"found": job.conflict.found, "compared": job.conflict.compared}
     if job.flip_trial is not None:
         summary["mirror"] = job.flip_trial.describe() | {"taken": job.flips != "off"}
     if job.budget.seconds is not None:

@@ -232,7 +232,7 @@ class Factory:
 
     def augment(self, config: Config) -> Augment:
         """Return the views that the settings ask for."""
-        return augment_of(config.data, solved=config.head.solved, mirrors=self.mirrors(config))
+        return augment_of(config.data, fits_head=config.head.solved, mirrors=self.mirrors(config))
 
     def mirrors(self, config: Config) -> bool:
         """Tell whether the settings ask for flips of these samples."""

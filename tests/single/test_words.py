@@ -52,6 +52,7 @@ PAGES = [
 CODE = [
     "cache",
     "hvfreeze/comm",
+    "hvfreeze/data",
     "hvfreeze/doctor",
     "hvfreeze/freezing",
     "hvfreeze/integration",

@@ -191,7 +191,7 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
     file = finished.images / "test" / "red" / "00.png"
-    refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is no folder")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is not a folder")
     refused(call("evaluate", str(finished.run), "--batch-size", "-1"), 2, "--batch-size (-1)")
     refused(
         call("evaluate", str(finished.run), "--model-name", "other"), 3, "no other.pt; name one that it holds, model:"

@@ -60,6 +60,7 @@ CODE = [
     "hvfreeze/report",
     "hvfreeze/runs",
     "hvfreeze/strategies",
+    "hvfreeze/training",
     "hvfreeze/effects.py",
     "hvfreeze/errors.py",
     "hvfreeze/files.py",
@@ -113,6 +114,9 @@ EXCEPTIONS = {
     ("hvfreeze/freezing/coherence.py", "the distance doubles"): "the verb",
     ("hvfreeze/integration/fit_head.py", "nobody stops it"): "a reason that no user sees",
     ("hvfreeze/integration/horovod_compat.py", "beside."): "the name of a parameter",
+    ("hvfreeze/training/auto.py", "a whole round tells"): "the comment of a constant",
+    ("hvfreeze/training/verbs.py", "Args: solving:"): "the name of an argument",
+    ("hvfreeze/training/verbs.py", "tuning: settings for"): "the name of an argument",
 }
 """A page or module and words in it that are no private words there, with the reason."""
 MESSAGE_WORDS = 3

@@ -156,8 +156,8 @@ def test_a_model_that_gives_no_logit_for_each_class_is_refused(
 ) -> None:
     model = f"spotted:{name}"
     outcome = call("train", *FLAGS, "--model", model, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
-    told = f"--model ({model}) gives a tensor of shape {shape} for 2 images, and must give (2, 2), a logit for each"
-    refused(outcome, 2, told, "as many outputs as num_classes")
+    told = f"--model ({model}) returns a tensor of shape {shape} for 2 images instead of (2, 2), one logit per class"
+    refused(outcome, 2, told, "num_classes outputs")
     # With a multi-level head the model's own logits are not used.
     blueprint = Blueprint(model=ModelConfig(model=model, blocks="stage"), image_shape=(3, 16, 16), classes=2)
     assert len(replace(blueprint, head="multi-level").build(2)[0].blocks) == 2

@@ -230,7 +230,7 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     )
     outcome = call(*auto, "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
-    assert "does it: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
+    assert "does: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
     assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4: the image processor's of hf:" in outcome.stdout
     image = load_model(run).card.image
     assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
@@ -242,7 +242,7 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     outcome = call(
         *auto, "--image-size", "24", "--resample", "box", "--mean", "0", "--std", "1", "--run-dir", str(run / "b")
     )
-    assert outcome.returncode == 0 and "does it: --fit crop\n" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "does: --fit crop\n" in outcome.stdout, str(outcome)
     described = processor_of(side=32, resize=40, fit="crop", resample="bicubic", mean=image.mean, std=image.std)
     (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(described))
     assert read_preparation(f"hf:{tmp_path / 'hub'}") == {

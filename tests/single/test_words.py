@@ -56,6 +56,7 @@ CODE = [
     "hvfreeze/doctor",
     "hvfreeze/freezing",
     "hvfreeze/integration",
+    "hvfreeze/model",
     "hvfreeze/prefix",
     "hvfreeze/report",
     "hvfreeze/runs",

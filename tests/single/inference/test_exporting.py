@@ -155,4 +155,4 @@ def test_a_model_of_transformers_is_written_as_its_library_reads_it(tmp_path: Pa
 def test_other_models_are_no_models_of_transformers(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     outcome = call("export", str(trained), "--format", "transformers", "--out", str(tmp_path / "folder"))
-    refused(outcome, 2, "is no architecture of transformers; train with --head last")
+    refused(outcome, 2, "is not an architecture of transformers; train with --head last")

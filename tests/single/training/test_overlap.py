@@ -92,7 +92,7 @@ def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_pat
     for number in range(8):
         shutil.copy(folder / "train" / "a" / f"{number}.webp", folder / "train" / "a" / f"again {number}.webp")
     [note], _ = train(folder, tmp_path / "run", "--validation-fraction", "0.5")
-    assert "of 12 images" in note and "/train/a/" in note and "/test/" not in note
+    assert "of 12 evaluation images" in note and "/train/a/" in note and "/test/" not in note
 
 
 def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

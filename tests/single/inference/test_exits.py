@@ -167,7 +167,7 @@ def test_predict_names_each_files_exit_and_tells_shares_beside_the_table(run: Wi
         (["--exit", "first"], "--exit (first) must be in 1..4"),
         (["--exit-confidence", "1.5"], "--exit-confidence (1.5) must be a probability"),
         (["--exit-confidence", "nan"], "--exit-confidence (nan) must be a probability"),
-        (["--exit", "ensemble", "--exit-confidence", "0.9"], "left out with --exit ensemble"),
+        (["--exit", "ensemble", "--exit-confidence", "0.9"], "does not go with --exit ensemble"),
     ],
 )
 def test_exits_that_are_none_are_refused(run: WithExits, flags: list[str], message: str) -> None:

@@ -93,7 +93,7 @@ def test_files_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     )
     evaluated = call("evaluate", str(place), "--out", str(tmp_path))
     assert evaluated.returncode == 0, str(evaluated)
-    assert "an answer that is always common 90.00 %" in evaluated.stdout and ", balanced " in evaluated.stdout
+    assert "always predicting common 90.00 %" in evaluated.stdout and ", balanced " in evaluated.stdout
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["majority_share"] == 0.9 and found["balanced_accuracy"] == pytest.approx(card["balanced_accuracy"])
 

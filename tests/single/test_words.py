@@ -55,6 +55,7 @@ CODE = [
     "hvfreeze/data",
     "hvfreeze/doctor",
     "hvfreeze/freezing",
+    "hvfreeze/heads",
     "hvfreeze/inference",
     "hvfreeze/integration",
     "hvfreeze/model",

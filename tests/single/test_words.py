@@ -67,6 +67,7 @@ CODE = [
     "hvfreeze/__init__.py",
     "hvfreeze/__main__.py",
     "hvfreeze/allocator.py",
+    "hvfreeze/cli.py",
     "hvfreeze/effects.py",
     "hvfreeze/errors.py",
     "hvfreeze/examples",

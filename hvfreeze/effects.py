@@ -1,6 +1,6 @@
 """Finds settings without effect on a run's data, ranks or length, and tells the user.
 
-Settings that no run with the other settings reads are refused before, see `hvfreeze.config.section.Alternative`.
+Settings that no run with the other settings reads are refused before, see `hvfreeze.section.Alternative`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,19 @@ from typing import Any
 
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.flags import flag_of
-from hvfreeze.config.sections import CACHED, TRAINED, VOTED, is_cut
 from hvfreeze.config.tree import Config, leaves, settings_of
 from hvfreeze.freezing.cadence import Cadence
+from hvfreeze.freezing.settings import VOTED
+from hvfreeze.heads.settings import TRAINED
+from hvfreeze.prefix.settings import CACHED
 from hvfreeze.wording import plural
+
+
+def is_cut(config: Config) -> bool:
+    """Return True if a run uses the blocks of its model; the last one has the head's learning rate."""
+    freeze, head, rates = config.freeze, config.head, config.optimizer.head_lr
+    asked = freeze.freeze != "none" or bool(freeze.shadow_names()) or head.head == "multi-level" or rates is not None
+    return asked or config.strategy.cuts(config)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hvfreeze.config.rules import choice, rule
-from hvfreeze.config.section import CutConfig, Parts, Refusal, setting
-from hvfreeze.config.sections import VOTE_WEIGHTS
+from hvfreeze.freezing.settings import VOTE_WEIGHTS
+from hvfreeze.rules import choice, rule
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvfreeze.config.section import Count, CutConfig, Parts, Positive, Refusal, setting
+from hvfreeze.section import Count, Positive, setting
+from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hvfreeze.config.rules import between, choice, rule
-from hvfreeze.config.section import Count, CutConfig, Refusal, setting
+from hvfreeze.rules import between, choice, rule
+from hvfreeze.section import Count, setting
+from hvfreeze.strategies.settings import CutConfig, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,6 +111,9 @@ class FreezeConfig(Section):
         super().__post_init__()
         static = self.freeze == "static"
         rule(not static or self.cut is not None, "freeze", self.freeze, "given together with --cut K")
+        decides = "coherence" if self.auto and self.has("votes") else self.freeze
+        others = self.shadow == "none" or bool(set(self.shadow_names()) - {decides})
+        rule(others, "shadow", self.shadow, f"another criterion than {decides}, which decides the votes")
         own = self.signal == "local" or self.freeze != "coherence"
         rule(own, "signal", self.signal, "local with --freeze coherence, which compares the ranks' gradients")
 

@@ -73,8 +73,8 @@ class StrategyConfig(Section):
         """Return True if all blocks before the trained heads are frozen."""
         return False
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
-        """Return the reason why a setting of this class has no effect on so many ranks, None if it has."""
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
+        """Return why a setting of this class has no effect on so many ranks, None if it has; `freezes`: blocks do."""
         return "there is only one rank" if ranks == 1 else None
 
     @classmethod

@@ -75,9 +75,11 @@ class GridConfig(CutConfig):
             ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
         ]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of the pipeline have no effect if the model is not cut."""
         if ranks == 1 and leaf != "micro_batches":
             return "there is only one rank"
         whole = self.ranks_per_replica(ranks) == 1
-        return "--parts is 1" if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal") else None
+        if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal"):
+            return "--parts is 1"
+        return "no block is frozen" if leaf == "redeal" and self.redeals and not freezes else None

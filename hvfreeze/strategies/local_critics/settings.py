@@ -51,6 +51,6 @@ class LocalCriticsConfig(CutConfig):
             ),
         ]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of critics have no effect with a single group."""
         return "--parts is 1" if self.parts == 1 and leaf != "parts" else None

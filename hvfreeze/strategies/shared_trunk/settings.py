@@ -66,7 +66,7 @@ class SharedTrunkConfig(CutConfig):
         """Return True."""
         return True
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of a distributed trunk have no effect."""
         if leaf in ("labels", "cut_by", "cut_at") and self.trunk == "whole":
             return "every rank runs the whole trunk"

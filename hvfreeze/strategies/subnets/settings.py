@@ -55,6 +55,6 @@ class SubnetsConfig(StrategyConfig):
         """Return True if the MLP is the head of another model."""
         return self.has_trunk(config)
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return None: neurons are dealt on a single rank too."""
         return None

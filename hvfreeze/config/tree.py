@@ -23,7 +23,7 @@ from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.rules import rule, typed, types_of
 from hvfreeze.section import By, Section, given_to
 from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.strategies.settings import StrategyConfig, check_refusals
+from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.training.settings import AUTO_DEFAULTS, AUTO_RATE, OptimizerConfig, RunConfig
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
@@ -67,11 +67,6 @@ class Config:
             wanted = "used with --augment none or views:K"
             rule(data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
         self._check_text()
-        held_out = data.validation_fraction > 0
-        why = "what is chosen must be chosen on held-out samples, never on the test set"
-        with_it = "given together with --validation-fraction F, such as 0.1"
-        rule(held_out or self.run.keep == "last", "keep", self.run.keep, with_it, why)
-        rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
         several = self.strategy.many_heads or len(self.optimizer.head_rates() or []) < 2
         rule(several, "head-lr", self.optimizer.head_lr, "one number: there is one head")
         reads_both = data.flips != "mean" or head.head == "multi-level"
@@ -82,7 +77,16 @@ class Config:
             self._check_auto()
         elif head.solved:
             self._check_solved()
-        check_refusals(self)
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        strategy, settings = self.strategy, settings_of(self)
+        accepted = dict(strategy.accepts)
+        if strategy.batch_statistics:
+            accepted["statistics"] = ("auto", "batch"), "BatchNorm that trains uses the statistics of each batch"
+        found = [(leaf, settings[leaf], settings[leaf] in values, why) for leaf, (values, why) in accepted.items()]
+        for leaf, value, fits, why in [*found, *strategy.refusals(self)]:
+            rule(fits, leaf.replace("_", "-"), value, f"left out with --strategy {strategy.strategy}: {why}")
 
     def _check_solved(self) -> None:
         solved, strategy, freeze = "with --head-fit exact or kernel", self.strategy.strategy, self.freeze
@@ -107,9 +111,6 @@ class Config:
         fit, strategy = self.head.head_fit, self.strategy.strategy
         rule(self.head.solved, "head-fit", fit, "exact or kernel in hvfreeze auto, which fits its head")
         rule(strategy == "replicas", "strategy", strategy, "replicas in hvfreeze auto")
-        keep, stop = self.run.keep, self.run.early_stop
-        rule(keep == "last", "keep", keep, "last in hvfreeze auto, which keeps what is best itself")
-        rule(stop is None, "early-stop", stop, "left out in hvfreeze auto, whose stages last as long as was planned")
 
     def resolved(self) -> Config:
         """Return this configuration with what follows from others of its settings.

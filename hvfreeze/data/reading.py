@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from hvfreeze.config.sections import DataConfig
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural
@@ -41,9 +41,9 @@ class Reading:
     background: Colour = (255, 255, 255)
     """Behind transparent parts, and around images that are padded."""
     fit: str = "crop"
-    """One of `config.rules.FITS`."""
+    """One of `data.settings.FITS`."""
     resample: str = "bilinear"
-    """One of `config.rules.RESAMPLES`."""
+    """One of `data.settings.RESAMPLES`."""
 
     @property
     def filter(self) -> Image.Resampling:

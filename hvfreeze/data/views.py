@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.rules import parse_views
 from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.settings import parse_views
 from hvfreeze.data.shards import Bits, Ids, draw, two_below
 from hvfreeze.torchvision_shim import torchvision
 
@@ -122,7 +122,7 @@ class Transform:
     cropped_to: int | None = None
     """Side of the square that is cut out of the stored pixels, from their centre where nothing is augmented."""
     recipe: tuple[str, ...] = ("crop",)
-    """What a view is made by; see `config.rules.parse_recipe`."""
+    """What a view is made by; see `data.settings.parse_recipe`."""
 
     def __call__(self, pixels: Tensor, *, ids: Ids, views: Ids) -> Tensor:
         """Return the given views: cropped as the recipe says, flipped, recoloured, normalised, enlarged.

@@ -15,7 +15,7 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.reading import Reading, Sizes, fitted, notes_on_crop
 from tests.program import call
 
-RUN = "--model shufflenet_v2_x0_5 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
+RUN = "--model mlp-16x16 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
 
 
 def banner(colour: int) -> Image.Image:

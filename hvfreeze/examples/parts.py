@@ -19,7 +19,7 @@ loader = DataLoader(mine, batch_size=32, shuffle=True, drop_last=True)
 model = torchvision.models.resnet18(num_classes=10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 broadcast_model(model, world)
-# A criterion that freezes in a few epochs; the default one waits until blocks gain nothing.
+# A criterion that freezes within a few epochs; the default one waits until blocks stop improving.
 votes = FreezeConfig(freeze="gradient-norm")
 freezer = freeze_by_vote(model, optimizer, world, steps_per_epoch=len(loader), num_epochs=EPOCHS, settings=votes)
 

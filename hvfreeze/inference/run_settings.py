@@ -1,4 +1,4 @@
-"""What the settings of a finished run say about the data that its model is applied to."""
+"""Read the settings of a finished run that prediction and evaluation need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvfreeze.user_code import HF
 
 
 def config_of(run_dir: Path) -> Config:
-    """Return a run's configuration. Raises RefusedError where it cannot be read."""
+    """Return a run's configuration. Raises RefusedError if it is unreadable."""
     path = run_dir / "config.yaml"
     try:
         return from_dict({**read_config(path), "given": []}, source=str(path))
@@ -22,7 +22,7 @@ def config_of(run_dir: Path) -> Config:
 
 
 def columns_in(run_dir: Path) -> Columns:
-    """Return what a run's settings say about tables; nothing where there is only a copy of its model."""
+    """Return the table columns of a run's settings; the usual ones for a mere copy of its model."""
     if not (run_dir / "config.yaml").exists():
         return Columns()
     data = config_of(run_dir).data

@@ -16,8 +16,8 @@ def test_a_directory_that_holds_another_run_is_left_alone(finished: Path) -> Non
     before = contents(finished)
     refused(call("train", *SMALL, "--run-dir", str(finished)), 2, "--run-dir", str(finished), "--resume")
     again = ["train", *SMALL, "--run-dir", str(finished), "--resume"]
-    refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 there, 0.5 here")
-    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 there, 1 here")
+    refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 before, 0.5 now")
+    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 before, 1 now")
     assert contents(finished) == before
 
 
@@ -57,7 +57,7 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
 def test_each_kind_of_refusal_is_the_exit_code_of_the_process(finished: Path, run_dir: Path, tmp_path: Path) -> None:
     before = contents(finished)
     refused(spawn("train", "--epoch", "2", "--run-dir", str(run_dir)), 2, "'--epoch'", "'--epochs'")
-    refused(spawn("train", *SMALL, "--lr", "0.2", "--run-dir", str(finished), "--resume"), 3, "lr: 0.1 there, 0.2 here")
+    refused(spawn("train", *SMALL, "--lr", "0.2", "--run-dir", str(finished), "--resume"), 3, "lr: 0.1 before, 0.2 now")
     assert contents(finished) == before
 
 

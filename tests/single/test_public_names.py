@@ -57,7 +57,7 @@ def test_listing_public_names_loads_nothing() -> None:
 
 def test_an_earlier_name_works_and_tells_where_it_is_now() -> None:
     for name in hvfreeze._EARLIER:
-        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will go .*: use ") as told:
+        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will be removed .*; use ") as told:
             found = getattr(hvfreeze, name)
         assert told[0].filename == __file__
         assert found.__name__ == {"load": "load_model", "open_world": "script_world"}.get(name, name)

@@ -172,8 +172,8 @@ BOMB = "a: &a [x, x]\n" + "".join(
 )
 FORGED = {
     "alias bomb": (BOMB, "alias"),
-    "key twice": ("seed: 1\nlr: 0.5\nseed: 2\n", "the key seed is there twice"),
-    "key twice deeper down": ("optimizer: {lr: 0.5, epochs: 2, lr: 0.1}\n", "the key lr is there twice"),
+    "key twice": ("seed: 1\nlr: 0.5\nseed: 2\n", "the key seed occurs twice"),
+    "key twice deeper down": ("optimizer: {lr: 0.5, epochs: 2, lr: 0.1}\n", "the key lr occurs twice"),
     "merge bomb": ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", "alias"),
     "deep lists": ("[" * 200_000, "deeper"),
     "deep blocks": ("".join(f"{' ' * n}k:\n" for n in range(900)), "deeper"),

@@ -126,5 +126,5 @@ def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class
 def test_a_solved_head_sees_every_sample_as_it_is_and_mirrored_where_that_is_wanted(
     augment: str, solved: bool, mirrors: bool, kind: str
 ) -> None:
-    found = augment_of(DataConfig(augment=augment), solved=solved, mirrors=mirrors)
+    found = augment_of(DataConfig(augment=augment), fits_head=solved, mirrors=mirrors)
     assert str(found) == kind

@@ -28,7 +28,7 @@ BEST, LAST = 2, 4
 
 
 def settings(directory: Path, **changes: Any) -> dict[str, Any]:
-    base = {"model": "shufflenet_v2_x0_5", "train_samples": 40, "validation_fraction": 0.2, "batch_size": 16}
+    base = {"model": "mlp-16x16", "train_samples": 40, "validation_fraction": 0.2, "batch_size": 16}
     base |= {"epochs": 6, "lr": 0.01, "threads": 1, "quiet": True, "checkpoint_every": "1", "run_dir": str(directory)}
     return {**base, "keep": "best", "early_stop": 2, **changes}
 

@@ -50,7 +50,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
         "--top", metavar="K", type=int, help="the K most probable classes, default 1; of a text's next characters all"
     )
     for name, kind, text in (
-        ("length", int, "characters to go on for, default 200"),
+        ("length", int, "number of characters, default 200"),
         ("temperature", float, "0 takes the most probable character, more makes others likelier, default 0.8"),
         ("seed", int, "of the characters that are drawn, default 0"),
     ):
@@ -72,7 +72,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
 
 
 def add_which(parser: argparse.ArgumentParser) -> None:
-    """Add which model of a run is meant, and whether code of one's own may make it."""
+    """Add the flags that select a model of a run and allow its custom code."""
     parser.add_argument(
         "--model-name",
         metavar="NAME",
@@ -102,7 +102,7 @@ def add_exits(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(**options: Any) -> int:
-    """Tell the classes of images, or how a text goes on."""
+    """Print the classes of images, or the continuation of a text."""
     with kept_for_good():
         from hvfreeze.inference import predict as predicting
         from hvfreeze.inference.text import Drawing
@@ -126,7 +126,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(**options: Any) -> int:
-    """Tell how right a model is."""
+    """Print the accuracy of a model."""
     with kept_for_good():
         from hvfreeze.inference import evaluate as evaluating
 
@@ -191,7 +191,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="?",
         const=30,
-        help="write it anew after every epoch while jobs run, and let the page reload itself; default: every 30 s",
+        help="write it again after every epoch while jobs run, and let the page reload itself; default: every 30 s",
     )
 
 
@@ -253,7 +253,7 @@ def cache(action: str, directory: Path) -> int:
 
 
 COMMANDS = {
-    "predict": Command("classes of images, or how a text goes on, from a finished run", add_predict, predict),
+    "predict": Command("classes of images, or the continuation of a text, from a finished run", add_predict, predict),
     "evaluate": Command("accuracy of a finished run by class, or bits per character", add_evaluate, evaluate),
     "export": Command("an ONNX, PyTorch or safetensors file from a finished run", add_export, export),
     "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),

@@ -56,7 +56,7 @@ CODE = [
     "hvfreeze/data",
     "hvfreeze/doctor",
     "hvfreeze/freezing",
-    "hvfreeze/heads/settings.py",
+    "hvfreeze/heads",
     "hvfreeze/inference",
     "hvfreeze/integration",
     "hvfreeze/model",

@@ -264,7 +264,7 @@ def test_a_part_that_the_models_own_pass_does_not_train_is_refused() -> None:
     [
         (lambda x: x.relu_(), "block b changes its input in place"),
         (lambda x: (x, x), "block b returns a tuple; blocks must return one tensor"),
-        (lambda x: x[1:], r"block b gives a tensor of shape \(2, 4\) for 3 samples"),
+        (lambda x: x[1:], r"block b returns a tensor of shape \(2, 4\) for 3 samples"),
         (lambda x: x @ x, r"block b cannot run on a tensor of shape \(3, 4\)"),
     ],
 )

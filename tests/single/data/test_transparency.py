@@ -161,9 +161,7 @@ def draw_shapes(folder: Path, mode: str) -> Path:
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_them(tmp_path: Path, mode: str) -> None:
     folder, run = draw_shapes(tmp_path / "shapes", mode), tmp_path / "run"
-    flags = (
-        "--model mlp-16x16 --data imagefolder --batch-size 8 --epochs 1 --threads 1 --background 200,190,180"
-    )
+    flags = "--model mlp-16x16 --data imagefolder --batch-size 8 --epochs 1 --threads 1 --background 200,190,180"
     outcome = call("train", *flags.split(), "--data-dir", str(folder), "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     assert f"24 of 24 train {TRANSPARENT}" in outcome.stdout and "no effect" not in outcome.stdout

@@ -28,7 +28,7 @@ from hvfreeze.heads.solve import FitTerms, solve
 from hvfreeze.tasks import SCALES, Classes
 from tests.single.heads.table import CLASSES, best_scale, labelled_table
 from tests.single.heads.test_features import small_chain
-from tests.single.heads.test_multilevel import loads_and_runs_elsewhere
+from tests.single.heads.test_multilevel import loads_and_runs_from_a_file
 
 PLENTY = 2**30
 Table = tuple[Tensor, Tensor, Tensor]
@@ -290,7 +290,7 @@ def test_the_head_is_kept_loaded_exported_and_says_the_same_in_bfloat16(tmp_path
     assert (logits.argmax(1) == labels).float().mean() > 0.9
 
     other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=True)
-    loads_and_runs_elsewhere(classifier, other, images, logits, tmp_path)
+    loads_and_runs_from_a_file(classifier, other, images, logits, tmp_path)
 
 
 def test_gradients_reach_the_features() -> None:

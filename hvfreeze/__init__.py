@@ -1,4 +1,4 @@
-"""Distributed fine-tuning on CPU nodes in which ranks vote front layers frozen and cache their output.
+"""Distributed fine-tuning on CPU nodes: ranks vote to freeze front layers, and cache their output.
 
 `auto("photos", weights="DEFAULT")` fine-tunes on a folder of images; `train(Config(...))` runs any configuration. Both
 return the run's summary. `load_model` returns a finished run's model.
@@ -21,7 +21,7 @@ _PUBLIC = {
     "CachedLoader": "integration.cached_loader",
     "Config": "config.tree",
     "DistributedOptimizer": "integration.optimizer",
-    "FreezeConfig": "config.sections",
+    "FreezeConfig": "freezing.settings",
     "HvfreezeError": "errors",
     "fit_classifier": "integration.fit_classifier",
     "fit_head": "integration.fit_head",
@@ -45,7 +45,7 @@ _EARLIER = {
     "load": "inference.model.load_model",
     "open_world": "integration.script_world.script_world",
 }
-"""Names that this module exported before, for one version; and where they are now."""
+"""Deprecated names of this module, with their new places."""
 
 __all__ = [*_PUBLIC]
 
@@ -57,7 +57,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
     home, _, now = f"hvfreeze.{_EARLIER[name]}".rpartition(".")
     better = f"hvfreeze.{now}" if now in _PUBLIC else f"from {home} import {now}"
-    warnings.warn(f"hvfreeze.{name} will go in the next version: use {better}", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"hvfreeze.{name} will be removed in the next version; use {better}", DeprecationWarning, stacklevel=2
+    )
     return getattr(importlib.import_module(home), now)
 
 

@@ -1,6 +1,6 @@
-"""The program: `hvfreeze auto` and `train`, alone or as one rank under horovodrun or mpirun, and the other commands.
+"""The command line: `hvfreeze auto` and `train`, as a single process or a rank of horovodrun or mpirun, and all others.
 
-Nothing here, nor what it imports at the top, loads torch: `hvfreeze --help` should not wait for it.
+This module and its imports do not load torch, so that `hvfreeze --help` is fast.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
-"""Error numbers of a standard output that takes no more."""
+"""Error numbers of a standard output that accepts no more."""
 GRACE_SECONDS = 10.0
-"""How long other ranks leave rank 0 to speak first, where all are likely to have the same to say."""
+"""Seconds that other ranks wait for rank 0 to report an error that all are likely to have."""
 
 
 def program() -> int:
-    """Run the program as all that this process does, and return its exit code."""
+    """Run the command line as a process, and return its exit code."""
     keep_memory()
     code = main()
-    # Nothing is left to interrupt, and the end of the interpreter would tell of it by a traceback.
+    # Nothing is left to interrupt, and the interpreter's end would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code."""
+    """Run the command line and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # Pillow's, of large images: those that are too large are refused in a line.
+    # Pillow's warning on large images; images above the limit are refused in a line.
     warnings.filterwarnings("ignore", "Image size .* exceeds limit", RuntimeWarning)
-    # A daemon may have closed them. The file that is opened next would get the number, and what a library prints.
+    # A daemon may have closed them. The next opened file would get the number, and a library's output.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lasts as long as the process
-    # Names of classes and files may have characters that the terminal's encoding lacks. A launcher may have put a pipe
-    # in the place of a file, which then cannot tell where it is.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open until the process ends
+    # Names of classes and files may have characters that the terminal's encoding lacks. A launcher may have replaced a
+    # file by a pipe, which has no position.
     with suppress(OSError):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return give_up(error)
     except OSError as error:
         lost = flush_output()
-        # Output that is not buffered has nothing left to pass on. Errors of files have names.
+        # Unbuffered output has nothing to flush. Errors of files have names.
         if not lost and error.errno in OUTPUT_LOST and error.filename is None:
             lost = output_lost(error)
         if not lost:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train as one rank of the job, and leave it together with the others; a signal counts from here on."""
+    """Train as one rank of the job and leave together with the others; signals count from here."""
     from hvfreeze.comm.mpi_environment import follow_launching_shell, noticing
 
     with noticing(signal.SIGUSR1) as asked:
@@ -85,7 +85,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
-    """Train; `asked` grows by each signal that asks this rank to leave."""
+    """Train; append each signal that asks this rank to leave to `asked`."""
     started = time.monotonic()
     with kept_for_good():
         from hvfreeze.comm.agreement import raise_on_all_ranks
@@ -117,22 +117,22 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     except KeyboardInterrupt as error:
         code = interrupted(error)
         if world.size > 1:
-            # The signal may have come to this rank alone, and the others wait for it.
+            # Only this rank may have received the signal, and the others wait for it.
             world.abort(code)
     world.close()
-    # Lines that were lost are in the run's log; a summary that was lost has its own exit code.
+    # Lost lines are in the run's log; a lost summary has its own exit code.
     flush_output()
     return code
 
 
 def interrupted(error: KeyboardInterrupt) -> int:
-    """Tell who pressed Ctrl-C how to go on, and return the exit code."""
+    """Print the command that continues an interrupted run, and return the exit code."""
     print(f"hvfreeze: interrupted {error}".rstrip(), file=sys.stderr, flush=True)
     return INTERRUPTED
 
 
 def print_summary(summary: dict[str, Any]) -> int:
-    """Print summary.json's object as the last line, and return the exit code."""
+    """Print the content of summary.json as the last line, and return the exit code."""
     try:
         print(json.dumps(summary), flush=True)
         return 0
@@ -141,9 +141,9 @@ def print_summary(summary: dict[str, Any]) -> int:
 
 
 def flush_output() -> int:
-    """Pass on what was printed and return the exit code.
+    """Flush the output and return the exit code.
 
-    A full disk or a reader that has gone would otherwise be found by the interpreter at its end, in its own words.
+    Without this, the interpreter would report a full disk or a closed pipe at its end, with a traceback.
     """
     try:
         sys.stdout.flush()
@@ -153,7 +153,7 @@ def flush_output() -> int:
 
 
 def output_lost(error: OSError) -> int:
-    """Say why standard output takes no more, print no more, and return the exit code."""
+    """Report why standard output failed, stop printing, and return the exit code."""
     say(f"standard output cannot be written: {error.strerror}")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -162,12 +162,12 @@ def output_lost(error: OSError) -> int:
 
 
 def say(message: str) -> None:
-    """Tell the user what went wrong."""
+    """Print an error message."""
     print(f"hvfreeze: error: {message}", file=sys.stderr, flush=True)
 
 
 def end_job(error: HvfreezeError, world: World) -> None:
-    """End the whole job for an error that this rank's peers need not have seen, which may wait for this rank."""
+    """End the whole job after an error of this rank, for which other ranks may be waiting."""
     if isinstance(error, StallError) and world.rank > 0:
         time.sleep(GRACE_SECONDS)
     say(f"rank {world.rank}: {error}")
@@ -175,10 +175,10 @@ def end_job(error: HvfreezeError, world: World) -> None:
 
 
 def give_up(error: HvfreezeError) -> int:
-    """Say on rank 0 why there is no job, and return the exit code.
+    """Report on rank 0 why the job cannot start, and return the exit code.
 
-    A launcher ends all ranks when the first leaves. That must be rank 0, after it has spoken; where it has another fate
-    than this rank, this rank speaks.
+    A launcher ends all ranks when the first one leaves. That must be rank 0, after its report; if rank 0 has no error,
+    this rank reports.
     """
     from hvfreeze.comm.mpi_environment import claimed_rank
 

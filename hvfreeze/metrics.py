@@ -27,12 +27,12 @@ WORDS = {
 
 
 def in_words(found: Mapping[str, float]) -> str:
-    """Return metrics in words."""
+    """Format metrics for a log line."""
     return ", ".join(f"{WORDS[name]} {value:.4g}" for name, value in found.items())
 
 
 def named_in(line: Mapping[str, Any], *, part: str) -> dict[str, float]:
-    """Return the metrics that a line of a record has of a part of the samples, as in `test_macro_f1`; NaN for null."""
+    """Return the metrics of a part of the samples in a line of metrics.jsonl, such as `test_macro_f1`; NaN for null."""
     known = {name: line[f"{part}_{name}"] for name in WORDS if f"{part}_{name}" in line}
     if f"{part}_r2" in line:
         known.pop("accuracy", None)
@@ -63,7 +63,7 @@ def of_classes(truth: Numbers, found: Numbers) -> dict[str, float]:
 
 
 def auroc(truth: Numbers, scores: Numbers) -> float:
-    """Return the area under the ROC curve of (N, classes) scores: for two classes of the second, else one against rest.
+    """Return the area under the ROC curve of (N, classes) scores: of the second of two classes, else one against rest.
 
     The mean is over classes with both positive and negative samples; NaN if there is none.
     """
@@ -84,7 +84,7 @@ def of_labels(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, floa
     right, known = (truth * found).sum(0)[there], (truth.sum(0) + found.sum(0))[there]
     return {
         "average_precision": computed(average_precision_score, truth[:, there], scores[:, there]),
-        # scikit-learn would take one label for two classes.
+        # scikit-learn would interpret one label as two classes.
         "macro_f1": float((2.0 * right / known).mean()) if there.any() and np.isfinite(scores).all() else math.nan,
         "accuracy": computed(accuracy_score, truth, found),
     }
@@ -136,7 +136,7 @@ def best_thresholds(truth: Numbers, chances: Numbers) -> list[float]:
             precision, recall, edges = precision_recall_curve(right, said)
             quality = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
             place = int(quality[:-1].argmax())
-            # Halfway to the next lower probability: a new sample may lie between them.
+            # Halfway to the next lower probability: a new sample may be between them.
             best = float(edges[place] + (edges[place - 1] if place else 0.0)) / 2
         found.append(best)
     return found

@@ -1,4 +1,4 @@
-"""The loss, the optimizers, and one update of the parameters."""
+"""The training loss, the optimizers, and the update of the parameters."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.tasks import Classes, Task
+from hvfreeze.training.settings import OptimizerConfig
 
 TRUST = 0.001
-"""The part of its norm by which a tensor moves in a step, at learning rate 1 and without momentum."""
+"""Relative change of a tensor's norm per step, at learning rate 1 and without momentum."""
 
 
 class LARS(torch.optim.Optimizer):
-    """Updates v <- momentum v + lr ratio (g + decay w), w <- w - v, with ratio = trust |w| / (|g| + decay |w|).
+    """The LARS optimizer: v <- momentum v + lr ratio (g + decay w), w <- w - v, ratio = trust |w| / (|g| + decay |w|).
 
-    Where a tensor or its gradient is zero, the ratio is `trust` alone, so that biases that start at zero do move.
+    For a tensor or gradient of zeros, the ratio is `trust`, so that biases with initial value 0 change.
 
     Args:
-        params: tensors, or groups of them, as for every torch optimizer.
-        lr: learning rate; it is part of what the momentum remembers, as in the paper.
-        momentum: of the update.
+        params: tensors or groups of them, as for every torch optimizer.
+        lr: learning rate, which is part of the momentum buffer, as in the paper.
+        momentum: momentum of the update.
         weight_decay: weight decay.
         trust: the paper's eta.
     """
@@ -45,7 +45,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make an update of every tensor that has a gradient."""
+        """Update every tensor with a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,7 +59,7 @@ class LARS(torch.optim.Optimizer):
     def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
         decay, gradient = group["weight_decay"], parameter.grad
         assert gradient is not None
-        # In float64, so that the order of a sum hardly ever shows in a ratio that is used in float32.
+        # In float64, so that the order of a sum hardly changes the float32 ratio.
         size = torch.linalg.vector_norm(parameter, dtype=torch.float64).item()
         slope = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
         ratio = group["trust"] * (size / (slope + decay * size) if size and slope else 1.0)
@@ -73,37 +73,37 @@ class LARS(torch.optim.Optimizer):
 
 
 MIXUP = 0x6D69787570
-"""Keeps these draws apart from those of other uses of the same seed: "mixup" in ASCII."""
+"""Purpose that makes these random draws independent of others with the same seed: "mixup" in ASCII."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """What the trained blocks see of a batch, and what is right."""
+    """A mixed batch: the input of the trained blocks, and its labels."""
 
     features: Tensor
-    """(B, ...)."""
+    """Input of the trained blocks, (B, ...)."""
     labels: Tensor
-    """As the task has them; of the sample whose part is the larger."""
+    """Labels of the samples with the larger part, in the task's form."""
     others: Tensor | None = None
-    """Of the sample that was mixed in."""
+    """Labels of the samples that are mixed in."""
     part: float = 1.0
-    """Of the first sample, in [0.5, 1]."""
+    """Part of the first sample, in [0.5, 1]."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Mixes a batch and gives its loss.
+    """The training objective: mixup and the loss of a batch.
 
-    Mixup (Zhang et al., ICLR 2018, arXiv 1710.09412) mixes images; behind a cut it mixes the frozen prefix's output, as
-    manifold mixup does (Verma et al., ICML 2019, arXiv 1806.05236), so that what is cached stays a function of a sample
-    and a view.
+    Mixup (Zhang et al., ICLR 2018, arXiv 1710.09412) mixes images. After a cut it mixes the output of the frozen
+    prefix, like manifold mixup (Verma et al., ICML 2019, arXiv 1806.05236), so that cached rows depend on a sample and
+    a view alone.
 
     Args:
-        task: what the model answers.
-        smoothing: part of each label that is spread evenly over all classes.
+        task: task of the model.
+        smoothing: share of each label that is spread over all classes.
         mixup: alpha of the Beta distribution; 0 mixes nothing.
-        seed: of the pairs and parts.
-        replica: other replicas draw others.
+        seed: seed of the pairs and parts.
+        replica: index of the replica, which changes the draws.
     """
 
     task: Task = field(default_factory=lambda: Classes(0))
@@ -113,10 +113,10 @@ class Objective:
     replica: int = 0
 
     def mix(self, features: Tensor, labels: Tensor, *, step: int, number: int = 1) -> Mixture:
-        """Return batch `number` of a step as it is trained on; no generator's history counts.
+        """Return the mixed batch `number` of a step; it does not depend on the state of a generator.
 
-        One draw serves the whole batch. The larger part stays with the sample itself: pairs are drawn at random, so
-        that it makes no difference, and the accuracy in training keeps its meaning.
+        One draw applies to the whole batch. The sample itself has the larger part, so that the training accuracy keeps
+        its meaning; this is equivalent because pairs are random.
         """
         if not self.mixup:
             return Mixture(features, labels)
@@ -127,7 +127,7 @@ class Objective:
         return Mixture(features.lerp(features[partners], 1 - part), labels, labels[partners], part)
 
     def loss(self, logits: Tensor, mixture: Mixture, weights: Tensor | None = None) -> Tensor:
-        """Return a batch's mean loss; with (classes,) `weights` the mean of cross-entropies that have these weights."""
+        """Return the mean loss of a batch; with `weights`, (classes,), the weighted cross-entropy."""
         if weights is not None:
             return functional.cross_entropy(logits, mixture.labels, weight=weights, label_smoothing=self.smoothing)
         loss = self.task.training_loss(logits, mixture.labels, smoothing=self.smoothing)
@@ -137,23 +137,23 @@ class Objective:
         return mixture.part * loss + (1 - mixture.part) * other
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each row, (B,), of which `loss` is the mean where nothing is mixed."""
+        """Return the loss of each row, (B,); without mixing, `loss` is its mean."""
         return self.task.training_losses(logits, labels, smoothing=self.smoothing) * self.task.weights_of(labels)
 
 
 OWN_RATE = "own_lr"
-"""The key of a parameter group under which its learning rate stands while --schedule is at --lr."""
+"""Key of a parameter group for its learning rate at the start of --schedule."""
 BETA_2 = 0.999
 
 
 class Update:
-    """Clips gradients and makes the optimizer's step.
+    """An update: clip gradients and step the optimizer.
 
-    Votes on local gradients do not notice: they see each rank's own, before they are averaged.
+    Votes on local gradients are unaffected: they see each rank's own, before averaging.
 
     Args:
         optimizer: from `open_optimizer`; parameters may leave its groups.
-        settings: what it was opened with.
+        settings: its settings.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
@@ -161,27 +161,27 @@ class Update:
         self._base_rate, self._most = settings.lr, settings.clip_grad
 
     def gradients_are_finite(self) -> bool:
-        """Tell whether no gradient holds NaN or infinity."""
+        """Return True if no gradient holds NaN or Inf."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return all(bool(parameter.grad.isfinite().all()) for parameter in parameters if parameter.grad is not None)
 
     def make(self, rate: float) -> None:
-        """Make the update; `rate` is what --lr has become by --schedule, which every group's own follows."""
+        """Make the update at `rate`, the current value of --lr by --schedule; the rates of groups scale with it."""
         if self._most is not None:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self._most)
         for group in self.optimizer.param_groups:
             own = group[OWN_RATE]
-            # Exactly its own rate while the schedule is at --lr, and exactly `rate` where the two are equal.
+            # Exactly its own rate while the schedule is at --lr, and exactly `rate` if the two are equal.
             group["lr"] = own if rate == self._base_rate else rate * (own / self._base_rate)
         lay_alike(self.optimizer)
         self.optimizer.step()
 
 
 def lay_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Give gradients and the state of a fused optimizer the memory order of their parameters.
+    """Give gradients and the state of a fused optimizer the memory format of their parameters.
 
-    Fused updates go through the memory of all of them side by side, whatever their strides say.
+    Fused updates ignore strides and traverse the memory of all of them in parallel.
     """
     for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         for parameter in group["params"]:
@@ -201,14 +201,14 @@ def open_optimizer(
     head: Collection[str] = (),
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that the settings name.
+    """Return the optimizer of the settings.
 
     Args:
         named: all parameters, by name.
         settings: the optimizer, its momentum and its weight decay.
-        lr: the learning rate at which the schedule begins; None is --lr.
-        head: names of the parameters that have --head-lr, one number, where it is given.
-        fused: whether AdamW's update is one operation: a third of the time, other last bits.
+        lr: initial learning rate; None is --lr.
+        head: names of the parameters that use --head-lr, if it is a single number.
+        fused: whether AdamW's update is one operation: 3x faster, with other last bits.
     """
     base = settings.lr if lr is None else lr
     head_lr = (settings.head_rates() or [base])[0]
@@ -229,12 +229,12 @@ def open_optimizer(
 
 
 def needs_equal_arithmetic(settings: OptimizerConfig) -> bool:
-    """Tell whether updates depend on norms, whose last bits depend on the processor and its threads."""
+    """Return True if updates depend on norms, whose last bits depend on the processor and its threads."""
     return settings.optimizer == "lars" or settings.clip_grad is not None
 
 
 def arithmetic_of(shapes: Iterable[tuple[int, ...]]) -> str:
-    """Return a digest of the norms of fixed numbers in these shapes; ranks that give another compute other norms."""
+    """Return a digest of the norms of fixed numbers in these shapes; ranks with other digests compute other norms."""
     digest, generator = hashlib.sha256(), torch.Generator().manual_seed(0)
     for shape in shapes:
         numbers = torch.rand(shape, generator=generator) - 0.5

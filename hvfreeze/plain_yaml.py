@@ -1,4 +1,4 @@
-"""YAML that holds plain values, read without building anything else."""
+"""Read plain values from YAML without constructing other objects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads values without aliases, which can stand for exponentially many, and of few levels, which are recursion.
+    """A YAML loader without aliases, which can expand exponentially, and with a limited depth.
 
-    A key that comes twice is refused, where YAML's readers let the last one win. As on a command line `on` and `off`
-    are text, and a number that begins with 0 is decimal; YAML 1.1 has them for booleans and octal.
+    It refuses repeated keys, of which YAML readers take the last. As on a command line, `on` and `off` are text, and a
+    number with a leading 0 is decimal; in YAML 1.1 these are booleans and octal.
     """
 
     def __init__(self, text: str) -> None:
@@ -25,9 +25,9 @@ class PlainLoader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a value, or refuse it where it is an alias or lies too deep."""
+        """Compose a value; refuse aliases and values that are nested too deep."""
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias (*NAME) is not read; write the value out")
+            raise yaml.YAMLError("aliases (*NAME) are not supported; write the value out")
         if self._depth >= DEEPEST:
             raise yaml.YAMLError(f"values are nested deeper than {DEEPEST} levels")
         self._depth += 1
@@ -39,12 +39,12 @@ class PlainLoader(yaml.SafeLoader):
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             for key, count in keys.most_common(1):
                 if count > 1:
-                    raise yaml.YAMLError(f"the key {key} is there twice in one place; leave one")
+                    raise yaml.YAMLError(f"the key {key} occurs twice; remove one")
         return node
 
 
 def construct_integer(loader: PlainLoader, node: yaml.ScalarNode) -> int:
-    """Return the integer that stands in a file."""
+    """Return the integer in a file."""
     if re.fullmatch(r"[-+]?0[0-9]+", text := str(loader.construct_scalar(node))):
         return int(text)
     return loader.construct_yaml_int(node)
@@ -61,7 +61,7 @@ def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
     """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
 
     Raises:
-        ValueError: it is something else; says in one line what.
+        ValueError: it has other content; the message is one line.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it is longer than {most_bytes} bytes")

@@ -26,9 +26,9 @@ class Calibration(NamedTuple):
     """Scale and bias that map raw outputs to logits or predictions."""
 
     scale: Tensor
-    """(outputs,) float64."""
+    """Scale of each output, (outputs,) float64."""
     bias: Tensor
-    """(outputs,) float64."""
+    """Bias of each output, (outputs,) float64."""
 
     def apply(self, answers: Tensor) -> Tensor:
         """Return the logits, (N, outputs), of raw answers."""
@@ -91,7 +91,7 @@ class Task(ABC):
         return task.metrics(kept, truth), task.thresholds
 
     def from_units(self, labels: Tensor) -> Tensor:
-        """Return labels in the user's units as the task has them."""
+        """Convert labels in the user's units to the task's form."""
         return labels
 
     def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -108,12 +108,12 @@ class Task(ABC):
 
     @property
     def num_strata(self) -> int:
-        """How many strata there may be."""
+        """Largest number of strata."""
         return self.outputs
 
     @abstractmethod
     def strata(self, labels: Tensor) -> Tensor:
-        """Return (N,) int64, each 0 to `num_strata` - 1: rows of one stratum are shared out evenly."""
+        """Return the stratum of each row for stratified sharding, (N,) int64 in 0..`num_strata` - 1."""
 
     @abstractmethod
     def present(self, labels: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def no_labels(self) -> Tensor:
-        """The labels of no rows."""
+        """An empty tensor of labels."""
 
     @abstractmethod
     def targets(self, labels: Tensor) -> Tensor:
-        """Return what ridge regression fits, (N, outputs) float64."""
+        """Return the targets of ridge regression, (N, outputs) float64."""
 
     @abstractmethod
     def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
@@ -150,14 +150,14 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, logits: Tensor, labels: Tensor) -> float:
-        """Return how good the answers are, at most 1; NaN without rows."""
+        """Return the quality of the predictions, at most 1; NaN without rows."""
 
     def measured(self, labels: Tensor) -> Task:
-        """Return the task, with what all ranks' labels tell of the targets' scale."""
+        """Return the task with the scale of the targets from all ranks' labels."""
         return self
 
     def smoothed_loss(self, logits: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> float:
-        """Return the weighted mean loss by which a penalty is chosen on so many samples."""
+        """Return the weighted mean loss for choosing a penalty with `samples` samples."""
         return self.loss(logits, labels, weights)
 
     def loss(self, logits: Tensor, labels: Tensor, weights: Tensor) -> float:
@@ -166,21 +166,21 @@ class Task(ABC):
 
 
 def doubt(samples: int) -> float:
-    """Return the share of each label that is spread over the other classes where so many samples calibrate a head.
+    """Return the label smoothing for a head that is calibrated on `samples` samples.
 
-    Laplace's rule of succession: as if one sample more were right, and one wrong. Without it, a few samples that are
-    all right would make infinite certainty the best.
+    This is Laplace's rule of succession: one more correct and one more wrong prediction. Without it, a few samples that
+    are all correct would choose an infinite scale.
     """
     return 1 / (samples + 2)
 
 
 SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
-"""From 0.1 to 100. Neighbours are 12 % apart, which changes a loss near its minimum by less than 1 %."""
+"""Scales from 0.1 to 100 in steps of 12 %, which change a loss near its minimum by less than 1 %."""
 
 
 @dataclass(frozen=True)
 class Classes(Task):
-    """One class a row; labels are (N,) int64. Of windows of a text (N, T), with logits (N, classes, T)."""
+    """One class per row; labels are (N,) int64. For windows of text (N, T), with logits (N, classes, T)."""
 
     weights: tuple[float, ...] = ()
     """Weight of each class in the loss, with mean 1 over training rows; empty means equal weights."""
@@ -189,7 +189,7 @@ class Classes(Task):
     is_biased: ClassVar[bool] = False
 
     def kept(self, logits: Tensor) -> Tensor:
-        """Return the most probable classes, or where scores are needed the logits."""
+        """Return the most probable classes, or the logits if metrics need scores."""
         return logits if self.metric == "auroc" else classes_of(logits)
 
     def answered(self, logits: Tensor) -> bool:
@@ -197,7 +197,7 @@ class Classes(Task):
         return int(classes_of(logits[None])) != NO_ANSWER
 
     def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
-        """Return the most probable classes with their probabilities; among equals the first, as in an evaluation."""
+        """Return the most probable classes with probabilities; ties go to the first class, as in an evaluation."""
         answered = self.answered(logits)
         probabilities = logits.double().softmax(0)
         found: dict[str, Any] = {}
@@ -208,11 +208,11 @@ class Classes(Task):
         return found
 
     def right(self, logits: Tensor, labels: Tensor) -> float:
-        """Return how many rows, or characters, are."""
+        """Return the number of correct rows, or of correct characters."""
         return int((classes_of(logits) == labels).sum())
 
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
-        """Return accuracy, balanced accuracy and macro F1, and of logits the area under the ROC curve."""
+        """Return accuracy, balanced accuracy and macro F1, and for logits the area under the ROC curve."""
         found = kept if kept.ndim == 1 else classes_of(torch.from_numpy(kept)).numpy()
         return of_classes(labels, found) | ({} if kept.ndim == 1 else {"auroc": auroc(labels, kept)})
 
@@ -221,7 +221,7 @@ class Classes(Task):
         return labels
 
     def present(self, labels: Tensor) -> Tensor:
-        """Return which classes there are."""
+        """Return a mask of the classes that occur."""
         return torch.bincount(labels.flatten(), minlength=self.outputs) > 0
 
     def weights_of(self, labels: Tensor) -> Tensor:
@@ -233,14 +233,14 @@ class Classes(Task):
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
 
     def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
-        """Return plain PyTorch's mean where all rows count alike."""
+        """Return the weighted mean loss; with equal weights PyTorch's mean."""
         if self.weights:
             return super().training_loss(logits, labels, smoothing=smoothing)
         return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
     @property
     def no_labels(self) -> Tensor:
-        """Return no classes."""
+        """Return an empty tensor of labels."""
         return torch.zeros(0, dtype=torch.int64)
 
     def targets(self, labels: Tensor) -> Tensor:
@@ -248,13 +248,13 @@ class Classes(Task):
         return functional.one_hot(labels, self.outputs).double() - 1 / self.outputs
 
     def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
-        """Return the one of `SCALES` with the least cross-entropy; no bias."""
+        """Return the calibration with the scale of `SCALES` that has the least cross-entropy, without bias."""
 
         @cache
         def loss(place: int) -> float:
             return self.smoothed_loss(SCALES[place] * answers, labels, weights, samples=samples)
 
-        # The cross-entropy is convex in the scale: it falls up to the best one, and rises from there on.
+        # The cross-entropy is convex in the scale: it falls up to the best one and then rises.
         best = bisect_left(range(len(SCALES) - 1), True, key=lambda place: loss(place) <= loss(place + 1))
         return Calibration(
             torch.full((self.outputs,), SCALES[best], dtype=torch.float64), torch.zeros(self.outputs).double()
@@ -269,15 +269,15 @@ class Classes(Task):
         return float((logits.argmax(1) == labels).double().mean())
 
     def smoothed_loss(self, logits: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> float:
-        """Return the cross-entropy of labels that are smoothed as `doubt` says."""
-        # torch's label smoothing counts the right class among those that a label is spread over.
+        """Return the cross-entropy with the label smoothing of `doubt`."""
+        # torch spreads the smoothed part over all classes, including the right one.
         spread = min(1.0, doubt(samples) * self.outputs / max(1, self.outputs - 1))
         losses = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=spread)
         return float((losses * weights).sum() / weights.sum())
 
 
 class MultiLabel(Task):
-    """Any number of labels a row; labels are (N, outputs) of 0 and 1, in float32. A loss is the sum over labels."""
+    """Any number of labels per row; labels are (N, outputs) of 0 and 1, in float32. The loss is the sum over labels."""
 
     kind: ClassVar[str] = "labels"
     nouns: ClassVar[tuple[str, str]] = ("label", "labels")
@@ -288,11 +288,11 @@ class MultiLabel(Task):
         return logits
 
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
-        """Return mean average precision, macro F1 and the share of rows all of whose labels are right."""
+        """Return mean average precision, macro F1 and the share of rows with all labels correct."""
         return of_labels(labels, kept, self.given(torch.from_numpy(kept)).numpy())
 
     def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
-        """Return the labels that are given, the most probable first, and their probabilities."""
+        """Return the predicted labels, the most probable first, with their probabilities."""
         if not self.answered(logits):
             return {"labels": "", "probabilities": ""}
         chances, given = logits.double().sigmoid(), self.given(logits)
@@ -303,11 +303,11 @@ class MultiLabel(Task):
         }
 
     def right(self, logits: Tensor, labels: Tensor) -> float:
-        """Return how many rows have all of their labels right."""
+        """Return the number of rows with all labels correct."""
         return int((self.given(logits) == (labels > 0.5)).all(1).sum())
 
     def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return each label's samples, how often it is given, its metrics and its threshold."""
+        """Return the samples, predictions, metrics and threshold of each label."""
         given = self.given(torch.from_numpy(kept)).numpy()
         return [
             {"label": name, **each_label(labels[:, place], kept[:, place], given[:, place]), "threshold": threshold}
@@ -315,26 +315,26 @@ class MultiLabel(Task):
         ]
 
     def fitted_to(self, kept: NDArray[Any], labels: NDArray[Any]) -> MultiLabel:
-        """Return the task with the thresholds at which each label has the best F1."""
+        """Return the task with the threshold of the best F1 for each label."""
         return replace(self, thresholds=tuple(best_thresholds(labels, 1 / (1 + np.exp(-kept.astype(np.float64))))))
 
     def given(self, logits: Tensor) -> Tensor:
-        """Return which labels are given, (B, outputs) bool."""
+        """Return a mask of the predicted labels, (B, outputs) bool."""
         return logits.double().sigmoid() > torch.tensor(self.thresholds or [0.5]).double()
 
     @property
     def num_strata(self) -> int:
-        """One for each label, and one for rows without any."""
+        """Number of labels, plus one for rows without labels."""
         return self.outputs + 1
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the place of each row's rarest label, or `outputs` where it has none."""
+        """Return the index of each row's rarest label, `outputs` for rows without labels."""
         counts = labels.sum(0)
         rarest = torch.where(labels > 0.5, counts, float("inf")).argmin(1)
         return torch.where(labels.sum(1) > 0, rarest, self.outputs)
 
     def present(self, labels: Tensor) -> Tensor:
-        """Return which labels there are."""
+        """Return a mask of the labels that occur."""
         return (labels > 0.5).any(0)
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
@@ -344,7 +344,7 @@ class MultiLabel(Task):
 
     @property
     def no_labels(self) -> Tensor:
-        """Return no labels, in `outputs` columns."""
+        """Return an empty tensor of labels, with `outputs` columns."""
         return torch.zeros(0, self.outputs)
 
     def targets(self, labels: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ class MultiLabel(Task):
         return 2 * labels.double() - 1
 
     def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
-        """Fit a logistic regression of each label on its answer (Platt, 1999), by Newton's method."""
+        """Fit a logistic regression of each label on its raw output (Platt, 1999), by Newton's method."""
         inputs, weight = torch.stack([answers, torch.ones_like(answers)]), weights[:, None] / weights.sum()
         spread = doubt(samples)
         wanted = labels.double() * (1 - 2 * spread) + spread
@@ -371,7 +371,7 @@ class MultiLabel(Task):
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(1)
 
     def score(self, logits: Tensor, labels: Tensor) -> float:
-        """Return the share of labels that are right at probability 0.5."""
+        """Return the share of labels that are correct at probability 0.5."""
         return float(((logits > 0) == (labels > 0.5)).double().mean())
 
 
@@ -392,11 +392,11 @@ class Numbers(Task):
     usual_metric: ClassVar[str] = "r2"
 
     def kept(self, logits: Tensor) -> Tensor:
-        """Return the answers."""
+        """Return the predictions."""
         return logits
 
     def metrics(self, kept: NDArray[Any], labels: NDArray[Any]) -> dict[str, float]:
-        """Return R^2 and the mean absolute error in the user's units, the means over outputs."""
+        """Return R^2 and the mean absolute error in the user's units, averaged over outputs."""
         return of_numbers(self.in_units(labels), self.in_units(kept))
 
     def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
@@ -406,12 +406,12 @@ class Numbers(Task):
         return task, task.from_units(labels)
 
     def from_units(self, labels: Tensor) -> Tensor:
-        """Return numbers as the run has them, float32."""
+        """Convert numbers in the user's units to the run's, float32."""
         offset, unit = (torch.tensor(each, dtype=torch.float64) for each in (self.offset or [0.0], self.unit or [1.0]))
         return ((labels.double() - offset) / unit).float()
 
     def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return each number's metrics, and the mean and the deviation of the true ones."""
+        """Return the metrics of each number, with the mean and the deviation of its true values."""
         truth, found = self.in_units(labels), self.in_units(kept)
         return [
             {
@@ -424,7 +424,7 @@ class Numbers(Task):
         ]
 
     def in_units(self, answers: NDArray[Any]) -> NDArray[Any]:
-        """Return answers in the user's units, float64."""
+        """Convert predictions to the user's units, float64."""
         found: NDArray[Any] = np.array(self.unit or 1.0) * answers.astype(np.float64) + np.array(self.offset or 0.0)
         return found
 
@@ -442,27 +442,27 @@ class Numbers(Task):
 
     @property
     def num_strata(self) -> int:
-        """Ten."""
+        """Ten strata, one per decile."""
         return 10
 
     def strata(self, labels: Tensor) -> Tensor:
-        """Return the tenth of all rows that the row's first number is in; equal numbers are in one."""
+        """Return the decile of each row's first number; equal numbers have the same one."""
         first = labels[:, 0].contiguous()
         return torch.bucketize(first, first.double().quantile(torch.arange(1, 10).double() / 10).to(first.dtype))
 
     def present(self, labels: Tensor) -> Tensor:
-        """Return that all are."""
+        """Return True for every number."""
         return torch.ones(self.outputs, dtype=torch.bool)
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """Return half the squared errors, or Huber's losses, which are equal up to 1; the mean over outputs."""
+        """Return half the squared errors, or the Huber losses, averaged over outputs."""
         if self.huber:
             return functional.huber_loss(logits, labels, reduction="none").mean(1)
         return (logits - labels).square().mean(1) / 2
 
     @property
     def no_labels(self) -> Tensor:
-        """Return no labels, in `outputs` columns."""
+        """Return an empty tensor of labels, with `outputs` columns."""
         return torch.zeros(0, self.outputs)
 
     def measured(self, labels: Tensor) -> Numbers:
@@ -478,7 +478,7 @@ class Numbers(Task):
         return (labels.double() - mean) / deviation
 
     def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
-        """Return what undoes the standardisation."""
+        """Return the calibration that undoes the standardisation."""
         mean, deviation = self.scale()
         return Calibration(deviation, mean)
 
@@ -499,13 +499,13 @@ class Numbers(Task):
 
 
 NO_ANSWER = -2
-"""In place of a class, where a model's output overflows."""
+"""Placeholder for a class if the model's output overflows."""
 
 
 def classes_of(logits: Tensor) -> Tensor:
     """Return the most probable class of (B, classes, ...) logits, (B, ...) int64; NO_ANSWER if its logit is NaN or Inf.
 
-    torch's argmax would answer the first class for NaN, and count an overflowing model right for that class.
+    torch's argmax would return the first class for NaN, and count it as correct for samples of that class.
     """
     return logits.argmax(1).masked_fill(~logits.amax(1).isfinite(), NO_ANSWER)
 
@@ -515,10 +515,10 @@ TASKS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classes, MultiLabel
 
 
 def class_weights(counts: Tensor, given: str | Mapping[int, float] | Sequence[float]) -> tuple[float, ...]:
-    """Return each class's weight, scaled to mean 1 over samples, of which `counts`, (classes,), are in each class.
+    """Return the weight of each class, scaled to mean 1 over samples; `counts`, (classes,), are the samples per class.
 
-    `given` is `balanced`, as scikit-learn says it, n / (classes x count), or relative weights; classes that a mapping
-    does not name have 1. A class without samples has the weight that its first sample would have.
+    `given` is `balanced`, n / (classes x count) as in scikit-learn, or relative weights; classes missing in a mapping
+    have 1. A class without samples has the weight of a class with one sample.
     """
     if isinstance(given, str):
         relative = 1 / counts.double().clamp(min=1)

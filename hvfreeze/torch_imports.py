@@ -1,4 +1,4 @@
-"""Import PyTorch faster: without the garbage collector, and while something else waits."""
+"""Import PyTorch faster: without garbage collection, and in parallel with other work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def kept_for_good() -> Iterator[None]:
-    """Spare what is imported inside from the garbage collector: now, in the run, and at the interpreter's end.
+    """Exclude objects imported inside from garbage collection: now, during the run, and at the interpreter's end.
 
-    Torch's half a million objects live as long as the process. Looking through them takes a sixth of the time of the
-    imports, a tenth of a second in every full collection, and half a second at the end.
+    Torch's half a million objects live as long as the process. Traversing them takes a sixth of the import time, a
+    tenth of a second in each full collection, and half a second at the end.
     """
     loaded = len(sys.modules)
     if not gc.isenabled():
@@ -25,7 +25,7 @@ def kept_for_good() -> Iterator[None]:
     try:
         yield
     finally:
-        # Not where nothing was left to import: what else has been made by then may become garbage.
+        # Only if something was imported: other objects may become garbage.
         if len(sys.modules) > loaded:
             gc.freeze()
         gc.enable()
@@ -33,10 +33,10 @@ def kept_for_good() -> Iterator[None]:
 
 @contextmanager
 def imported_beside(module: str) -> Iterator[None]:
-    """Import a module in a thread while what is inside waits for something else, as for other processes.
+    """Import a module in a thread while the body waits, for example for other processes.
 
-    What is inside should import nothing that shares modules with it: threads that import each other's halves may see
-    some that are not whole. An error is left to whoever imports the module next, and meets it again.
+    The body must not import modules that the thread also imports: it could see them half initialised. An import error
+    is raised again by the next import of the module.
     """
 
     def begin() -> None:

@@ -1,9 +1,9 @@
 """The one place that imports torchvision: `from hvfreeze.torchvision_shim import torchvision`.
 
-A torchvision wheel built for CUDA next to a CPU build of torch cannot load its compiled operators, and then
-`import torchvision` itself fails because two operators that it wants to describe do not exist. Models, data sets and
-tensor transforms do not need them: on exactly that error the two schemas are declared here and the import is repeated.
-Detection operators and torchvision's own image decoding then fail when they are called; `hvfreeze doctor` says so.
+A torchvision wheel for CUDA cannot load its compiled operators with a CPU build of torch, and `import torchvision`
+fails because two operators are missing. Models, datasets and tensor transforms do not need them: on exactly this error,
+this module declares the two schemas and repeats the import. Detection operators and torchvision's image decoding then
+fail when called; `hvfreeze doctor` reports that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# torch withdraws a declaration when its library object is collected.
+# torch removes a declaration when its library object is collected.
 _declared: list[Any] = []
 
 
@@ -26,7 +26,7 @@ def import_torchvision() -> Any:
     """Import torchvision and return it; its detection operators and native image decoding may be missing.
 
     Raises:
-        ImportError, RuntimeError: torchvision is absent or fails in any way but the one that this module mends.
+        ImportError, RuntimeError: torchvision is absent or fails with another error than the one described above.
     """
     try:
         return importlib.import_module("torchvision")

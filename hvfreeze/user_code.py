@@ -1,4 +1,4 @@
-"""Code of the user's own that a setting names as package:function: found, called, told apart by its files' digest."""
+"""User code named as package:function in settings: find it, call it, and digest its files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typing import Any
 from hvfreeze.errors import UsageError
 
 TIMM, HF = "timm:", "hf:"
-"""Begin the names of a model of the timm library, and of what is in a folder or a repository of Hugging Face."""
+"""Prefixes of timm's models, and of folders and repositories of Hugging Face."""
 FORM = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 
 def is_named_code(text: str) -> bool:
-    """Tell whether a setting names a function, as in my_package.models:tiny."""
+    """Return True if a setting names a function, such as my_package.models:tiny."""
     return ":" in text and not text.startswith((TIMM, HF))
 
 
@@ -37,10 +37,10 @@ def check_named_code(flag: str, text: str) -> None:
 
 
 def find(flag: str, text: str) -> Callable[..., Any]:
-    """Return the function that `text` names; its module is looked for in the working directory too.
+    """Return the function named by `text`; its module may also be in the working directory.
 
     Raises:
-        UsageError: there is no such function, or its module fails when it is imported.
+        UsageError: there is no such function, or importing its module fails.
     """
     check_named_code(flag, text)
     module, _, name = text.partition(":")
@@ -58,7 +58,7 @@ def find(flag: str, text: str) -> Callable[..., Any]:
 
 
 def call(flag: str, text: str, **offered: Any) -> Any:
-    """Return what the function that `text` names returns; it is given those of the arguments `offered` that it takes.
+    """Call the function named by `text` with those arguments of `offered` that it takes, and return its result.
 
     Raises:
         UsageError: there is no such function, or it fails.
@@ -74,7 +74,7 @@ def call(flag: str, text: str, **offered: Any) -> Any:
 
 
 def told(error: Exception) -> str:
-    """Return an error of the user's code in one line, with the place in that code, else where it was raised."""
+    """Format an error of user code on one line, with its place in that code, else the place where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     placed = [frame for frame in frames if not _is_installed(frame.filename)] or frames[1:]
     place = f" ({Path(placed[-1].filename).name}, line {placed[-1].lineno})" if placed else ""
@@ -92,14 +92,14 @@ INSTALLED = tuple(
         )
     }
 )
-"""Folders of code that versions tell apart."""
+"""Folders of installed code, which versions identify."""
 
 
 def code_sha256(flag: str, text: str) -> str:
-    """Return the SHA-256, as hex, of the code that the function needs; of nothing where there is no file.
+    """Return the SHA-256 of the function's code, as hex; of nothing if there is no file.
 
-    That is the file in which it is defined and, where there are any, the other files of the user's own that this one
-    imports, and so on; not installed packages. Of one file it is the file's own digest.
+    The code is the file that defines the function and all user files that it imports, directly or not, without
+    installed packages. For a single file it is the file's digest.
     """
     function = inspect.unwrap(find(flag, text))
     files = dict[str, bytes]()
@@ -109,7 +109,7 @@ def code_sha256(flag: str, text: str) -> str:
             files[function.__module__] = Path(path).read_bytes()
     except (TypeError, OSError):
         pass
-    # The function may be of another module than the one that names it.
+    # The function may come from another module than the named one.
     for module in dict.fromkeys((text.partition(":")[0], *files)):
         _add_own_files(module, files)
     if len(files) <= 1:
@@ -121,7 +121,7 @@ def code_sha256(flag: str, text: str) -> str:
 
 
 def _add_own_files(name: str, files: dict[str, bytes]) -> None:
-    """Add a module's file to `files`, by module, and those of all that it imports, where they are the user's own."""
+    """Add the user files of a module and of all its imports to `files`, by module."""
     left, seen = [name], set[str]()
     while left:
         module = left.pop()
@@ -131,7 +131,7 @@ def _add_own_files(name: str, files: dict[str, bytes]) -> None:
         spec = _own_spec(module)
         if spec is None:
             continue
-        # A package's own file runs before its modules'.
+        # A package's __init__ runs before its modules.
         left += [module.rpartition(".")[0]] if "." in module else []
         try:
             content = Path(spec.origin or "").read_bytes()
@@ -144,14 +144,14 @@ def _add_own_files(name: str, files: dict[str, bytes]) -> None:
 
 
 def _own_spec(module: str) -> ModuleSpec | None:
-    """Return where a module of the user's own lies; None for what is installed, or no module."""
+    """Return the location of a user module; None for installed modules and other names."""
     top = module.partition(".")[0]
     try:
-        # To look for a module of a package imports the package: never one that is installed.
+        # Finding a module of a package imports the package, so installed packages are excluded.
         spec = importlib.util.find_spec(top)
         if spec is not None and module != top and _is_own(spec):
             spec = importlib.util.find_spec(module)
-    except Exception:  # packages of the user's may fail in any way
+    except Exception:  # the user's packages may fail in any way
         return None
     return spec if spec is not None and _is_own(spec) else None
 
@@ -167,7 +167,7 @@ def _is_installed(path: str) -> bool:
 
 
 def _imported(tree: ast.Module, *, package: str) -> Iterator[str]:
-    """Yield the names of the modules that a file may import, and some that are names in them, functions' included."""
+    """Yield the names of modules that a file may import, also in functions, and of some names inside modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -74,7 +74,7 @@ class KeptRuns:
         held, asked = (flat(identity) for identity in (self.lines[planned.name], planned.identity()))
         names = sorted(key for key in held | asked if held.get(key) != asked.get(key))
         if names:
-            shown = "; ".join(f"{name}: {held.get(name)!r} there, {asked.get(name)!r} here" for name in names)
+            shown = "; ".join(f"{name}: {held.get(name)!r} before, {asked.get(name)!r} now" for name in names)
             raise RefusedError(
                 f"{self.path} holds another run {planned.name} ({shown}); remove its line, or give another --results"
             )

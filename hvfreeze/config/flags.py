@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.config.rules import is_table
-from hvfreeze.config.sections import AUTO, DATA_SETS, TEXT
 from hvfreeze.config.tree import (
     RENAMED,
     Config,
@@ -30,7 +28,9 @@ from hvfreeze.config.tree import (
     unknown_for,
     with_defaults,
 )
+from hvfreeze.data.settings import DATA_SETS, TEXT, is_table
 from hvfreeze.errors import EXIT_CODES, UsageError
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean

@@ -13,25 +13,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.config.rules import rule, typed, types_of
-from hvfreeze.config.section import By, Section, StrategyConfig, check_refusals, given_to
-from hvfreeze.config.sections import (
-    AUTO,
-    AUTO_DEFAULTS,
-    AUTO_RATE,
-    TEXT,
-    TINY_LM,
-    CacheConfig,
-    DataConfig,
-    FreezeConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-)
+from hvfreeze.data.settings import TEXT, DataConfig
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.settings import AUTO, FreezeConfig
+from hvfreeze.heads.settings import HeadConfig
+from hvfreeze.model.settings import TINY_LM, ModelConfig
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
+from hvfreeze.prefix.settings import CacheConfig
+from hvfreeze.rules import rule, typed, types_of
+from hvfreeze.section import By, Section, given_to
 from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.strategies.settings import StrategyConfig, check_refusals
+from hvfreeze.training.settings import AUTO_DEFAULTS, AUTO_RATE, OptimizerConfig, RunConfig
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 
@@ -81,7 +74,6 @@ class Config:
         rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
         several = self.strategy.many_heads or len(self.optimizer.head_rates() or []) < 2
         rule(several, "head-lr", self.optimizer.head_lr, "one number: there is one head")
-        rule(head.head != "last" or head.head_fit != "kernel", "head", head.head, "multi-level with --head-fit kernel")
         reads_both = data.flips != "mean" or head.head == "multi-level"
         rule(reads_both, "flips", data.flips, "auto, on or off unless --head is multi-level, as in hvfreeze auto")
         named = freeze.auto or self.optimizer.optimizer != AUTO

@@ -1,4 +1,4 @@
-"""Samples: data sets on disk, who owns which sample, in which order and view, and their pixels. Knows no ranks.
+"""Datasets: files on disk, shards, sample order, augmented views and pixels. Nothing here communicates.
 
 Imports `errors`, `files`, `user_code`, `torchvision_shim` and `config` only.
 """

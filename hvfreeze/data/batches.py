@@ -1,6 +1,6 @@
-"""A replica's batches: which samples it meets, in which order and views, and their pixels.
+"""The batches of a replica: samples, order, augmented views and pixels.
 
-Ranks are known here as `replica` of `replicas`: all ranks that work on one batch together are one replica.
+Ranks appear as `replica` of `replicas`: all ranks that work on one batch together are one replica.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.config.rules import parse_recipe
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.data_sets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
 from hvfreeze.data.images import all_loaded, listed
+from hvfreeze.data.settings import DataConfig, parse_recipe
 from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
@@ -31,7 +30,7 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True)
 class Corpus:
-    """The samples of a run: what is trained on, what is evaluated on, and who gets which."""
+    """The training and evaluation samples of a run, and the shard of each replica."""
 
     train: ImageSet
     evaluated: ImageSet
@@ -39,33 +38,35 @@ class Corpus:
     plan: ShardPlan
     notes: list[str]
     task: Task
-    """What the run's models answer."""
+    """The kind of output that the run's models predict."""
 
     def identities(self) -> dict[str, str]:
-        """Return digests of the samples, equal for equal data on other machines."""
+        """Return digests of the datasets; equal data give equal digests on every machine."""
         return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
 
     def sampled_pixels(self) -> dict[str, str]:
-        """Return digests of a few decoded images: other files of the same names and sizes give others."""
+        """Return digests of a few decoded images, which reveal changed files with unchanged names and sizes."""
         return {"train": self.train.sample_digest(), "test": self.evaluated.sample_digest()}
 
     def share(self, replica: int) -> Ids:
-        """Return the samples that `replica` evaluates: every sample in exactly one replica."""
+        """Return the samples that `replica` evaluates. Each sample belongs to exactly one replica."""
         return self.evaluated_ids[replica :: self.plan.replicas]
 
 
 def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, ImageSet, Ids]:
-    """Return the training samples' ids, the split that is evaluated, and which of its samples are.
+    """Return the ids of the training samples, the split to evaluate, and the ids of its samples.
 
-    Raises UsageError where there are fewer samples than the settings ask for, RefusedError where none can be used.
+    Raises:
+        UsageError: the settings ask for more samples than there are.
+        RefusedError: no sample can be decoded.
     """
     train, labels = splits.train, splits.train.strata
     ids = train.ids
     for name, part in (("training", train), *([] if data.validation_fraction > 0 else [("test", splits.test)])):
         if not len(part.ids):
             raise RefusedError(
-                f"--data ({data.data}): no {name} sample is left of {len(part.labels)}, the others cannot be used: "
-                f"{listed(list(part.broken.values()))}; mend them, or name other data"
+                f"--data ({data.data}): none of the {plural(len(part.labels), f'{name} sample')} can be "
+                f"decoded: {listed(list(part.broken.values()))}; repair the files or name other data"
             )
     if data.train_samples is not None:
         ids = ids[stratified_subset(labels[ids], data.train_samples, seed=seed)]
@@ -76,7 +77,7 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
 
 
 def notes_on_broken(splits: DataSplits) -> list[str]:
-    """Return a line about the images that are left out, where there are some."""
+    """Return a log line on the images that are left out; an empty list if there are none."""
     reasons = [reason for part in (splits.train, splits.test) for reason in part.broken.values()]
     are = "is" if len(reasons) == 1 else "are"
     told = f"{plural(len(reasons), 'image')} cannot be decoded and {are} left out: {listed(reasons)}"
@@ -93,12 +94,14 @@ def deal(
     whole_batches: bool = True,
     holds_out: bool = False,
 ) -> Corpus:
-    """Choose training and evaluation samples and plan the shards; nothing is decoded.
+    """Choose training and evaluation samples and plan the shards, without decoding images.
 
-    With `whole_batches` the notes tell which samples fill no batch; without, the run uses batches that are not full.
-    Where the smallest shard would fill no batch, batches are as large as that shard, and a note says so; half as large
-    with `holds_out`, so that one is left when samples of the shard are held out. Raises UsageError where the samples do
-    not suffice for what the settings ask.
+    With `whole_batches`, a note counts the samples that fill no batch; without it, the run also uses partial batches.
+    If the smallest shard fills no batch, the batch size is lowered to that shard's size, and a note says so; with
+    `holds_out` to half of it, so that a batch remains after samples are held out.
+
+    Raises:
+        UsageError: there are too few samples for the settings.
     """
     ids, evaluated, evaluated_ids = choose(splits, data, seed=seed)
     plan = plan_shards(
@@ -121,11 +124,11 @@ def deal(
     plan = plan.in_batches(batch_size)
     if data.validation_fraction > 0:
         held = plural(len(evaluated_ids), "training sample is", "training samples are")
-        notes.append(f"{held} held out; accuracy is on what is held out, not on the test set")
+        notes.append(f"{held} held out; accuracy is measured on the held-out samples, not on the test set")
     dropped = len(ids) - plan.batches_per_epoch * batch_size * replicas
     if dropped > 0 and whole_batches:
         notes.append(
-            f"each epoch leaves out {dropped} of {len(ids)} training samples, others each time: "
+            f"each epoch skips {dropped} of {len(ids)} training samples, different ones each time: "
             f"every shard makes {plural(plan.batches_per_epoch, 'whole batch', 'whole batches')} of {batch_size}"
         )
     return Corpus(splits.train, evaluated, evaluated_ids, plan, notes, splits.train.task)
@@ -133,9 +136,9 @@ def deal(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples of a forward pass: (B,) ids and views, and labels; `counted` of them are real, the rest pads the shape.
+    """The samples of one forward pass: (B,) ids, views and labels. The first `counted` are real, the rest is padding.
 
-    Labels are as the task has them, or the (B, T) characters that follow those of windows.
+    Labels have the task's form; for windows of text they are the (B, T) next characters.
     """
 
     ids: Ids
@@ -145,18 +148,18 @@ class Batch:
 
 
 FEW_VIEWS = 16_384
-"""That stand for all, at least, where there are more than twice as many."""
+"""Least size of a random subset of views. A set of more than twice as many is represented by a subset."""
 
 
 PIXELS_AT_ONCE, MOST_AT_ONCE = 128 * 32 * 32, 128
-"""In a batch that trains nothing. Deep layers see few pixels of a small image: a ResNet-18 takes 1.4 times as long for
-an image of 32 pixels when there are 32 as when there are 128."""
+"""Pixels and samples in a batch without training. Deep layers see few pixels of a small image: a ResNet-18 takes 1.4x
+longer per 32-pixel image with batches of 32 than with batches of 128."""
 
 
 def rows_at_once(batch_size: int, shape: Sequence[int]) -> int:
-    """Return how many samples of `shape` go through a network at once where nothing is trained.
+    """Return the batch size of forward passes without training, for samples of `shape`.
 
-    At least a training batch; more small images, (C, H, W), but no more windows, (T,).
+    It is larger than `batch_size` for small images, (C, H, W), and equal to it for windows of text, (T,).
     """
     if len(shape) < 2:
         return batch_size
@@ -165,15 +168,15 @@ def rows_at_once(batch_size: int, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TrainFeed:
-    """One replica's training batches, a pure function of the epoch."""
+    """The training batches of one replica, a pure function of the epoch."""
 
     plan: ShardPlan
     replica: int
     strata: NDArray[np.int64]
-    """(samples,) int64 by which samples are shared out; the labels of a batch come from `images`."""
+    """Class of each sample for stratified sharding, (samples,) int64. The labels of a batch come from `images`."""
     images: Inputs
     rows: int
-    """Of a batch that trains nothing."""
+    """Batch size of forward passes without training."""
 
     def epoch(self, epoch: int) -> list[Batch]:
         """Return the epoch's batches in order, all of the same shape."""
@@ -186,9 +189,9 @@ class TrainFeed:
         return batches
 
     def every_view(self, *, of: NDArray[np.bool_] | None = None) -> list[Batch]:
-        """Return batches that count each view of each sample of this replica once, view by view.
+        """Return batches that contain each view of each sample of this replica once, view by view.
 
-        `of` is (samples,), for each sample id whether it is meant; None means all.
+        `of` is a mask of sample ids, (samples,); None selects all samples.
         """
         own = self.plan.owned(self.replica)
         own = own if of is None else own[of[own]]
@@ -197,9 +200,9 @@ class TrainFeed:
         return [batch for batches in each for batch in batches]
 
     def sampled_views(self) -> tuple[list[Batch] | None, list[Batch]]:
-        """Return the batches of `every_view`, of many samples first those of a few and then those of all others.
+        """Return the batches of `every_view` in two lists: a random subset of samples, and all others.
 
-        The few are the same ones whoever has them. Of fewer samples the first list is None.
+        The subset does not depend on the sharding. With few samples the first list is None.
         """
         step = self.plan.samples * max(1, self.images.transform.augment.num_views) // FEW_VIEWS
         if step < 2:
@@ -209,9 +212,9 @@ class TrainFeed:
         return self.every_view(of=few), self.every_view(of=~few)
 
     def some_of(self, chosen: NDArray[np.bool_], most: int) -> NDArray[np.bool_]:
-        """Return which samples are among at most `most` of this replica's of those `chosen`, which lie evenly.
+        """Return a mask of at most `most` of this replica's `chosen` samples, evenly spaced, (samples,).
 
-        Both are (samples,). Samples often lie in order of their classes.
+        Even spacing covers all classes: samples are often sorted by class. `chosen` is a mask, (samples,).
         """
         own = self.plan.owned(self.replica)
         some = np.zeros_like(chosen)
@@ -219,23 +222,23 @@ class TrainFeed:
         return some
 
     def shown(self, augment: Augment, *, mirrors: bool, without: NDArray[np.bool_] | None = None) -> TrainFeed:
-        """Return a feed of the same pixels in other views.
+        """Return a feed of the same pixels with another augmentation.
 
         Args:
-            augment: which views.
-            mirrors: whether mirror images are among them.
-            without: (samples,) for each sample id whether it is left out; None leaves out nothing.
+            augment: the views to show.
+            mirrors: whether views include horizontal flips.
+            without: mask of the sample ids to leave out, (samples,); None keeps all.
 
         Raises:
-            UsageError: what is left fills no batch.
+            UsageError: the remaining samples fill no batch.
         """
         plan = self.plan if without is None else self.plan.without(without)
         return replace(self, plan=plan, images=self.images.shown(augment, mirrors=mirrors))
 
     def held_out(self, fraction: float) -> NDArray[np.bool_]:
-        """Return (samples,), for each sample id whether it is among the part of the training samples held out.
+        """Return a mask of the held-out training samples, (samples,).
 
-        A function of the data seed and of all replicas' samples, so equal on all replicas.
+        It depends on the data seed and on the samples of all replicas, so it is equal on all replicas.
         """
         ids = np.unique(np.concatenate(self.plan.shards))
         _, held = split_validation(self.strata, ids, fraction=fraction, seed=self.plan.seed)
@@ -245,7 +248,7 @@ class TrainFeed:
 
 
 def grouped(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
-    """Return the batches in order, `size` at a time; what is left at the end is a smaller group."""
+    """Return the batches in groups of `size`, in order; the last group may be smaller."""
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
 
 
@@ -266,7 +269,7 @@ LabelsOf = Callable[[Ids, Ids], Tensor]
 
 
 def padded_batches(ids: Ids, labels_of: LabelsOf, batch_size: int, *, view: int = 0) -> list[Batch]:
-    """Return batches of exactly `batch_size` rows that count each of `ids` once; the last repeats its last sample."""
+    """Return batches of exactly `batch_size` rows that contain each of `ids` once; the last repeats its last sample."""
     batches = []
     for start in range(0, len(ids), batch_size):
         chosen = ids[start : start + batch_size]
@@ -277,7 +280,7 @@ def padded_batches(ids: Ids, labels_of: LabelsOf, batch_size: int, *, view: int 
 
 
 def announce(images: Inputs, batches: Sequence[Batch]) -> None:
-    """Tell a streamed source which batches come next, in order."""
+    """Announce the next batches to the decoding threads, in order."""
     images.prefetch([batch.ids for batch in batches])
 
 
@@ -289,22 +292,23 @@ def open_feeds(
     replica: int,
     budget_bytes: int,
     statistics: Statistics | None = None,
-    solved: bool = False,
+    fits_head: bool = False,
     pools: tuple[Pool | None, Pool | None] = (None, None),
     rows: int | None = None,
 ) -> tuple[TrainFeed, Inputs]:
-    """Load the pixels, or windows, of a replica's training and evaluation samples.
+    """Load the pixels, or windows of text, of a replica's training and evaluation samples.
 
     Args:
-        corpus: what `deal` returned.
-        data: augmentation, mirror images and image size.
+        corpus: the result of `deal`.
+        data: augmentation, horizontal flips and image size.
         seed: the data seed.
-        replica: whose samples.
-        budget_bytes: what each split's pixels may take in memory.
-        statistics: what the weights were trained with; --mean and --std come before it, and None is the data set's own.
-        solved: see `augment_of`.
-        pools: memory for the training and the evaluation samples, where that is taken already.
-        rows: of a batch that trains nothing; None is as many as of one that trains.
+        replica: the replica's index.
+        budget_bytes: memory for the pixels of each split.
+        statistics: mean and standard deviation that the weights were trained with; --mean and --std override them,
+            and None takes the dataset's.
+        fits_head: see `augment_of`.
+        pools: shared memory for the training and the evaluation samples, if any.
+        rows: batch size of forward passes without training; None is the training batch size.
     """
     mirrors = data.mirrors(corpus.train.flips)
 
@@ -324,7 +328,7 @@ def open_feeds(
         pixels = load_pixels(image_set, ids, budget_bytes=budget_bytes, workers=workers, pool=pool)
         return Images(pixels, transform, image_set.labels)
 
-    augment = augment_of(data, solved=solved, mirrors=mirrors)
+    augment = augment_of(data, fits_head=fits_head, mirrors=mirrors)
     train, evaluated = all_loaded(
         partial(load, corpus.train, corpus.plan.shards[replica], augment, pools[0]),
         partial(load, corpus.evaluated, corpus.share(replica), parse_augment("none"), pools[1]),
@@ -333,16 +337,16 @@ def open_feeds(
     return TrainFeed(corpus.plan, replica, corpus.train.strata, train, rows), evaluated
 
 
-def augment_of(data: DataConfig, *, solved: bool, mirrors: bool) -> Augment:
-    """Return the views that training samples are shown in.
+def augment_of(data: DataConfig, *, fits_head: bool, mirrors: bool) -> Augment:
+    """Return the augmentation of training samples.
 
     Args:
-        data: says --augment.
-        solved: a head is fitted to them: with anything but `views:K`, which are fixed, a sample is seen as it is and,
-            where `mirrors` says so, as its mirror image, unless the head itself looks at that.
-        mirrors: whether mirror images are wanted.
+        data: the data settings, with --augment.
+        fits_head: whether a head is fitted to the samples. The fit then sees samples unaugmented and, with `mirrors`,
+            flipped, unless --augment is `views:K` or the head itself averages over flips.
+        mirrors: whether views include horizontal flips.
     """
     augment = parse_augment(data.augment)
-    if not solved or augment.kind == "views":
+    if not fits_head or augment.kind == "views":
         return augment
     return MIRRORED if mirrors and data.flips != "mean" else parse_augment("none")

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in the archives that torchvision unpacks, read without running what a pickle asks for."""
+"""CIFAR-10 and CIFAR-100 from the archives that torchvision unpacks, read without executing pickled code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DOWNLOAD_TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Names inside one unpacked archive."""
+    """File and key names inside an unpacked archive."""
 
     folder: str
     dataset: str
-    """The torchvision class that downloads it."""
+    """The torchvision class that downloads the archive."""
     train: tuple[str, ...]
     test: tuple[str, ...]
     meta: str
@@ -58,7 +58,7 @@ ARCHIVES = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Builds containers, text, numbers and numpy arrays; refuses every other name."""
+    """An unpickler for containers, text, numbers and numpy arrays that refuses every other name."""
 
     # Taken from numpy's own pickles: its home has moved from numpy.core to numpy._core.
     _reconstruct = np.empty(0, dtype=np.uint8).__reduce__()[0]
@@ -71,7 +71,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which plain image data never needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which image data never needs")
         return self._known[module, name]
 
 
@@ -94,7 +94,7 @@ IMAGE_SHAPE = (3, 32, 32)
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What an archive holds: the class names, and of each split (N, 3, 32, 32) uint8 pixels and N labels."""
+    """The contents of an archive: class names, and per split (N, 3, 32, 32) uint8 pixels and N labels."""
 
     classes: tuple[str, ...]
     train: tuple[PixelArray, list[int]]
@@ -102,9 +102,10 @@ class Contents:
 
 
 def read_archive(directory: Path, archive: Archive) -> Contents:
-    """Return what an archive holds.
+    """Return the contents of an archive.
 
-    Raises RefusedError, which names it, where a file is missing, damaged or asks to run code.
+    Raises:
+        RefusedError: a file is missing or damaged, or asks to run code; names the file.
     """
     classes = read_classes(directory, archive)
     splits = []
@@ -115,7 +116,7 @@ def read_archive(directory: Path, archive: Archive) -> Contents:
 
 
 def read_classes(directory: Path, archive: Archive) -> tuple[str, ...]:
-    """Return the names of the classes; raises RefusedError as `read_archive`."""
+    """Return the class names. Raises RefusedError like `read_archive`."""
     path = directory / archive.folder / archive.meta
     (classes,) = _read_pickle(path, archive.classes_key)
     if not isinstance(classes, list) or len(classes) != archive.num_classes:
@@ -124,7 +125,7 @@ def read_classes(directory: Path, archive: Archive) -> tuple[str, ...]:
 
 
 def read_images(directory: Path, archive: Archive, name: str) -> tuple[PixelArray, list[int]]:
-    """Return the (N, 3, 32, 32) uint8 pixels and N labels of one file; raises RefusedError as `read_archive`."""
+    """Return the (N, 3, 32, 32) uint8 pixels and N labels of one file. Raises RefusedError like `read_archive`."""
     path = directory / archive.folder / name
     data, labels = _read_pickle(path, "data", archive.labels_key)
     if not _is_batch(data, labels, num_classes=archive.num_classes):
@@ -143,9 +144,10 @@ def _is_batch(data: object, labels: object, *, num_classes: int) -> bool:
 
 
 def download(directory: Path, archive: Archive) -> None:
-    """Leaves the unpacked archive in `directory`, complete or not at all.
+    """Download and unpack an archive into `directory`, completely or not at all.
 
-    Raises RefusedError where there is no network, or the directory cannot be written.
+    Raises:
+        RefusedError: there is no network, or the directory is not writable.
     """
     # torchvision offers no timeout, and a network that swallows packets would block every rank for minutes.
     previous = socket.getdefaulttimeout()

@@ -1,4 +1,4 @@
-"""Whether classes are unequal, so that an accuracy says little by itself, and what is said beside it then."""
+"""Class imbalance, and the figures shown next to the accuracy of imbalanced data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 UNEQUAL = 1.5
-"""The most frequent class has so many times the samples of the rarest, or more; that may have none."""
+"""Least ratio of samples in the most frequent and the rarest class that counts as imbalance."""
 
 
 def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
-    """Return the most frequent class and its share of all samples where classes are unequal, else None.
+    """Return the most frequent class and its share of all samples; None if classes are balanced.
 
-    `counts` are each class's samples. An answer that is always that class is right as often as its share.
+    `counts` are the samples of each class. The share is the accuracy of always predicting that class.
     """
     samples = np.asarray(counts, dtype=np.int64)
     if not samples.sum() or samples.max() < UNEQUAL * samples.min():
@@ -24,11 +24,11 @@ def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
 def accuracy_in_words(
     accuracy: float, *, majority: float | None, balanced: float | None = None, digits: int = 2
 ) -> str:
-    """Return an accuracy as a percentage, and where classes are unequal what tells how good it is."""
+    """Format an accuracy as a percentage, with balanced accuracy and majority class for imbalanced classes."""
 
     def percent(share: float) -> str:
         return f"{100 * share:.{digits}f} %"
 
-    beside = [] if balanced is None else [f"balanced {percent(balanced)}"]
-    beside += [] if majority is None else [f"majority class {percent(majority)}"]
-    return percent(accuracy) + (f" ({', '.join(beside)})" if beside else "")
+    context = [] if balanced is None else [f"balanced {percent(balanced)}"]
+    context += [] if majority is None else [f"majority class {percent(majority)}"]
+    return percent(accuracy) + (f" ({', '.join(context)})" if context else "")

@@ -1,4 +1,4 @@
-"""Data sets by name: digits, CIFAR, a folder of images, a text, and the user's own; what each tells of its samples."""
+"""Datasets by name: digits, CIFAR, image folders, tables, text, Hugging Face and custom datasets."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.config.rules import is_table, rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, note_on_unequal, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
+from hvfreeze.rules import rule
 from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural
@@ -36,7 +37,7 @@ from hvfreeze.wording import plural
 def digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return images (1797, 8, 8) with values 0..16, and digits (1797,), of scikit-learn's `load_digits`.
 
-    They are read from its file where that is found: to import scikit-learn takes longer than an epoch of them.
+    Reads scikit-learn's file directly if possible: importing scikit-learn takes longer than an epoch of digits.
     """
     package = find_spec("sklearn")
     file = Path(package.origin or "").parent / "datasets/data/digits.csv.gz" if package else Path()
@@ -54,52 +55,52 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageSet:
-    """One split of a data set. A sample's id is its row, 0..N-1, the same on every rank and in every run."""
+    """One split of a dataset. A sample's id is its row, 0..N-1, the same on every rank and in every run."""
 
     name: str
     classes: tuple[str, ...]
-    """Names of what a model answers: classes, labels or numbers; of a text, its characters."""
+    """Names of the model's outputs: classes, labels or numbers; for text, its characters."""
     labels: Tensor
-    """As the task has them, of N rows; of a text's windows (N,) zeros."""
+    """Labels in the task's form, N rows; for windows of text, (N,) zeros."""
     mean: Triple
-    """Per channel, of pixels scaled to 0-1."""
+    """Mean of each channel, for pixels scaled to 0-1."""
     std: Triple
     flips: bool
-    """Whether a mirrored image still shows its class."""
+    """Whether horizontal flips keep the label."""
     source: ArraySource | FileSource | DatasetSource | TextSource
     broken: Mapping[int, str] = field(default_factory=dict)
-    """Samples that are left out because they cannot be decoded, and why."""
+    """Samples that are left out because they cannot be decoded, with the reasons."""
     kind: str = "classes"
-    """What labels are, see `tasks.TASKS`."""
+    """The kind of labels, a key of `tasks.TASKS`."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def task(self) -> Task:
-        """What a model of these samples answers."""
+        """The task of a model of these samples."""
         return TASKS[self.kind](len(self.classes))
 
     @property
     def strata(self) -> NDArray[np.int64]:
-        """(N,): by which samples are shared out evenly."""
+        """Class of each sample for stratified sharding, (N,)."""
         return self.task.strata(self.labels).numpy()
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The samples that may be used, (N,) ascending."""
+        """Ids of the usable samples, ascending."""
         return np.delete(np.arange(len(self)), list(self.broken))
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of every decoded image, (T,) of a window of T characters."""
+        """Shape of a decoded sample: (C, H, W) for images, (T,) for windows of T characters."""
         return self.source.image_shape
 
     def sample_digest(self) -> str:
-        """Return the SHA-256 over the pixels of 16 samples that lie evenly in the set, as hex."""
+        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex."""
         digest = hashlib.sha256()
         for sample_id in evenly(self.ids, 16):
-            # Whoever loads the pixels tells of all broken images together.
+            # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
                 digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
         return digest.hexdigest()
@@ -107,22 +108,23 @@ class ImageSet:
     def decode(self, sample_id: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one sample.
 
-        Raises RefusedError where the image is damaged or cannot be read, UsageError where its size differs and no
-        --image-size was given. Both name the file.
+        Raises:
+            RefusedError: the image is damaged or unreadable; names the file.
+            UsageError: the image has another size than the others, without --image-size; names the file.
         """
         return self.source.decode(sample_id)
 
     def called(self, sample_id: int) -> str:
-        """Return what a message calls a sample: its file, else its number."""
+        """Return the name of a sample in messages: its file, or its number if it has none."""
         source = self.source
         return str(source.root / source.paths[sample_id]) if isinstance(source, FileSource) else f"sample {sample_id}"
 
     def identity(self, *, local: bool = True) -> str:
-        """Return a digest of what the decoded pixels, labels and classes are.
+        """Return a digest of the decoded pixels, the labels and the classes.
 
         Args:
-            local: Whether times of modification count, which find more changes to image files. Leave them out to
-                compare ranks on different machines, whose copies of a folder were made at different times.
+            local: whether to include modification times, which detect more changes to image files. Pass False to
+                compare machines, whose copies of a folder have different times.
         """
         kind = () if self.kind == "classes" else (self.kind,)
         digest = hashlib.sha256(repr((self.name, self.classes, *kind)).encode())
@@ -133,12 +135,12 @@ class ImageSet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
-    """A data set's splits, with equal classes and image shapes."""
+    """The splits of a dataset, with equal classes and image shapes."""
 
     train: ImageSet
     test: ImageSet
     notes: list[str] = field(default_factory=list)
-    """What the user should know about how the splits came about, one sentence each."""
+    """Log lines on how the splits were made, one sentence each."""
 
 
 # Mean and standard deviation per channel of the training pixels, scaled to 0-1.
@@ -150,22 +152,26 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
 }
 _DIGITS_SEED = 0
 MOST_CLASSES = 1000
-"""With more different labels than this, a class must have two training samples on average."""
+"""Number of different labels above which classes must have two training samples on average."""
 
 
 def default_directory() -> Path:
     """Return $HVFREEZE_DATA, or the user's cache directory for data.
 
-    Raises UsageError where neither is known.
+    Raises:
+        UsageError: neither is known.
     """
     named = os.environ.get("HVFREEZE_DATA")
     return Path(named) if named else cache_folder("data", way_out="name a folder with --data-dir or $HVFREEZE_DATA")
 
 
 def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
-    """Leave CIFAR where `open_data` finds it, downloading it when absent: for one rank per node, before a barrier.
+    """Download CIFAR if it is absent, or fill the cache of Hugging Face's library.
 
-    And let Hugging Face's library fill its cache. Raises RefusedError where data is absent and cannot be downloaded.
+    One rank per node calls it before a barrier.
+
+    Raises:
+        RefusedError: the data is absent and cannot be downloaded.
     """
     root = root_of(name, directory)
     if name.startswith(HF):
@@ -175,16 +181,17 @@ def prepare_data(name: str, directory: str | os.PathLike[str] | None) -> None:
 
 
 def has_splits(root: Path) -> bool:
-    """Tell whether a folder is there and holds splits."""
+    """Return True if a folder exists and holds splits."""
     return is_folder(root) and bool(splits_in(root))
 
 
 def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of a data set; the working directory for data sets that need none.
+    """Return the folder of a dataset; the working directory for datasets that need none.
 
-    The images of a table are in its folder if no other is named.
+    The default folder of a table's images is the table's own.
 
-    Raises UsageError where no folder is named, and none is known.
+    Raises:
+        UsageError: no folder is named and there is no default.
     """
     if directory is not None:
         return Path(directory)
@@ -196,9 +203,10 @@ def root_of(name: str, directory: str | os.PathLike[str] | None) -> Path:
 
 
 def list_data(name: str, directory: str | os.PathLike[str] | None, columns: Columns = USUAL_COLUMNS) -> Folders | None:
-    """Return what `open_data` must know of image files, by one pass over a tree or a table; None if there are none.
+    """List the image files of a tree or a table for `open_data`, in one pass; None for other datasets.
 
-    Raises RefusedError where data is missing, unreadable or inconsistent.
+    Raises:
+        RefusedError: data is missing, unreadable or inconsistent.
     """
     root = root_of(name, directory)
     if is_table(name):
@@ -229,21 +237,21 @@ def open_data(
     task: str = "auto",
     columns: Columns = USUAL_COLUMNS,
 ) -> DataSplits:
-    """Return the splits of a data set, without decoding image files.
+    """Return the splits of a dataset, without decoding image files.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `imagefolder`, `text`, the path of a table, see `data.tables`,
             hf:PATH, see `data.hub_sets`, or package:function, see `data.own`.
-        directory: Where the data lies; None is `default_directory()`. `digits` needs none, `text` a file or none.
+        directory: The folder with the data; None is `default_directory()`. `digits` needs none, `text` a file or none.
         image_size: Decoded images are squares of this side, or of the native shorter side where that is smaller (the
             transform enlarges them). None keeps the native size, which must then be one for all images.
-        listed: What `list_data` returned, here or on another rank; None lists the tree anew.
-        contents: What CIFAR's archive holds, where that has been read; None reads it.
+        listed: The result of `list_data` on this rank or another one; None lists the files again.
+        contents: The contents of CIFAR's archive; None reads it.
         reading: How images become pixels.
-        skip_bad: Whether samples of the user's own that cannot be read for their labels are left out.
-        context: Characters of a window of a text.
-        task: what labels are, see `tasks.TASKS`; auto is as they look. Only tables and custom datasets leave it open.
-        columns: what a table has where.
+        skip_bad: Whether to leave out samples of a custom dataset whose labels cannot be read.
+        context: Characters per window of text.
+        task: The kind of labels, a key of `tasks.TASKS`; auto infers it, for tables and custom datasets.
+        columns: The columns of a table.
 
     Raises:
         RefusedError: Data is missing, unreadable or inconsistent.
@@ -333,7 +341,7 @@ def _image_set(
 
 
 def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
-    """Return the splits of a data set of the user's own, whose classes are named by it, else by their numbers."""
+    """Return the splits of a custom dataset with classes. Its numbers name classes without a name."""
     train, test = splits["train"], splits["test"]
     name = train.source.name
     if train.kind != "classes":
@@ -342,8 +350,8 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
     used = sorted(shown["train"] | shown["test"]) or [0]
     if len(used) > MOST_CLASSES and 2 * len(used) > len(train.labels):
         raise RefusedError(
-            f"--data ({name}): {len(train.labels)} training samples have {len(used)} different labels, such as "
-            f"{first_few(list(map(str, used)))}: these are no classes, which have two samples or more"
+            f"--data ({name}): {len(train.labels)} training samples have {len(used)} different labels, "
+            f"such as {first_few(list(map(str, used)))}; a class needs two samples or more"
         )
     classes, notes = train.classes or tuple(map(str, used)), list[str]()
     number = {label: place for place, label in enumerate(used)}
@@ -351,14 +359,15 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
         number = {label: label for label in used}
     else:
         notes.append(
-            f"labels are {first_few(list(classes))}: they are numbered anew from 0, and are the names of the "
-            f"{plural(len(classes), 'class', 'classes')}"
+            f"labels are {first_few(list(classes))}: the "
+            f"{plural(len(classes), 'class is', 'classes are')} renumbered from 0 and named by these labels"
         )
     alike = test.classes in (train.classes, None) and number[used[-1]] < len(classes)
     if not alike or len(set(classes)) < max(2, len(classes)) or not all(classes):
         raise RefusedError(
-            f"--data ({name}) must have at least two classes with names of their own, none empty, the same in train "
-            f"and test; labels go up to {used[-1]}, and train names {plural(len(classes), 'class', 'classes')}"
+            f"--data ({name}) must have at least two classes with different names, none empty, the same "
+            f"in train and test; labels go up to {used[-1]}, and train names "
+            f"{plural(len(classes), 'class', 'classes')}"
         )
     unlearnt = [classes[number[label]] for label in sorted(shown["test"] - shown["train"])]
     if unlearnt:
@@ -368,7 +377,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
         notes.append(
             f"no sample has one of {plural(len(unseen), 'class', 'classes')} that are named: {first_few(unseen)}"
         )
-    # Labels of broken samples mean nothing.
+    # Labels of broken samples are placeholders.
     places = {part: [number.get(label, 0) for label in split.labels.tolist()] for part, split in splits.items()}
     return _joined(
         splits, classes, {part: torch.tensor(found, dtype=torch.int64) for part, found in places.items()}, notes
@@ -376,7 +385,7 @@ def _from_own(splits: dict[str, OwnSplit]) -> DataSplits:
 
 
 def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
-    """Return the splits of a data set of the user's own whose labels are several a sample, or numbers."""
+    """Return the splits of a custom dataset with several labels per sample, or numbers."""
     train, test = splits["train"], splits["test"]
     name, outputs = train.source.name, train.labels.shape[1]
     names = train.classes or tuple(map(str, range(outputs)))
@@ -393,7 +402,7 @@ def _from_own_rows(splits: dict[str, OwnSplit]) -> DataSplits:
 def _joined(
     splits: dict[str, OwnSplit], names: tuple[str, ...], labels: dict[str, Tensor], notes: list[str]
 ) -> DataSplits:
-    """Return the splits of a custom dataset with the names and the labels that were found for them."""
+    """Return the splits of a custom dataset with the given names and labels."""
     train, (mean, std) = splits["train"], _STATISTICS["imagefolder"]
     sets = {
         part: ImageSet(
@@ -414,7 +423,7 @@ def _joined(
 
 
 UNEQUAL_SIDE = 128
-"""Pixels of the side that a folder's images are brought to where they differ in size and none is given."""
+"""Side in pixels to which images of different sizes are resized by default."""
 
 
 def _open_folders(data: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
@@ -448,7 +457,7 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
 
 
 def notes_on_absent(sets: Mapping[str, ImageSet]) -> list[str]:
-    """Return notes on labels, of several a sample, that no training or test sample has."""
+    """Return notes on labels that no training or no test sample has."""
     notes = []
     for part, image_set in sets.items():
         present = image_set.task.present(image_set.labels[torch.from_numpy(image_set.ids)])

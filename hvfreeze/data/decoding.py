@@ -1,4 +1,4 @@
-"""The pixels of a rank's samples: decoded once into memory when they fit a budget, else streamed through threads."""
+"""The pixels of a rank's samples: decoded once into memory if they fit a budget, else streamed by threads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from hvfreeze.errors import RefusedError
 _log = logging.getLogger(__name__)
 
 MOST_DIGESTED_BYTES = 2**32
-"""Of a set's pixels, all ranks together: a second of work for each gigabyte."""
+"""Pixels of a dataset to hash, in bytes over all ranks; one second of work per gigabyte."""
 _CHUNK = 64
 _BATCHES_AHEAD = 4
 
 
 def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[int, str]:
-    """Return the samples of a share of an image set that cannot be decoded, and why; every image is decoded.
+    """Decode a share of an image set; return the samples that cannot be decoded, with the reasons.
 
-    Raises TooLargeError where one is larger than may be opened.
+    Raises:
+        TooLargeError: an image exceeds the size limit.
     """
 
     def look(some: Ids) -> dict[int, str]:
@@ -47,18 +48,18 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Memory for pixels that also others read, of whom each decodes a part."""
+    """Shared memory for pixels; each process decodes a part of them."""
 
     ids: Ids
-    """(N,) of all samples in it, each once."""
+    """Ids of all samples in the pool, (N,)."""
     pixels: PixelArray
-    """(N, C, H, W)."""
+    """Pixels, (N, C, H, W)."""
     mine: slice
-    """The rows to decode; all are needed only after all others have decoded theirs."""
+    """Rows that this process decodes. The others are valid once all processes are done."""
 
 
 def open_pool(image_set: ImageSet) -> Pool | None:
-    """Return the array that an image set's images are in already, None where there is none."""
+    """Return the array that already holds an image set's images; None if there is none."""
     source = image_set.source
     if not isinstance(source, ArraySource) or not source.kept:
         return None
@@ -80,12 +81,12 @@ class MemoryPixels:
 
         Args:
             image_set: The split that `ids` are rows of.
-            ids: The samples that may be fetched later.
+            ids: The samples to make available.
             workers: Decoding threads.
-            pool: Where the samples are, or are being, decoded to; None takes memory for them and decodes all.
+            pool: Shared memory with the samples, decoded or being decoded; None allocates memory and decodes all.
 
         Raises:
-            BrokenImagesError: Images are damaged or cannot be read; names them.
+            BrokenImagesError: Images are damaged or unreadable; names them.
         """
         if pool is None:
             pool = Pool(ids, np.empty((len(ids), *image_set.image_shape), dtype=np.uint8), slice(len(ids)))
@@ -108,7 +109,7 @@ class MemoryPixels:
             threads.shutdown(cancel_futures=True)
 
     def fetch(self, ids: Ids) -> Tensor:
-        """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not given."""
+        """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not loaded."""
         rows = self._row_of[ids]
         if rows.size and rows.min() < 0:
             raise KeyError(f"sample {ids[rows.argmin()]} is not among those loaded")
@@ -116,18 +117,18 @@ class MemoryPixels:
 
     @property
     def bytes_each(self) -> int:
-        """Of one image."""
+        """Bytes per image."""
         return int(np.prod(self._pixels.shape[1:]))
 
     def at(self, ids: Ids, places: NDArray[np.int64]) -> PixelArray:
-        """Return (B, places) uint8, of each sample the pixels at `places` of C * H * W."""
+        """Return the pixels of each sample at the flat indices `places`, (B, places) uint8."""
         flat = self._pixels.numpy().reshape(len(self._pixels), self.bytes_each)
         return flat[np.ix_(self._row_of[ids], places)]
 
     def content(self, ids: Ids) -> int:
-        """Return the sum, modulo 2^64, over samples of a digest of each one's number and pixels.
+        """Return a digest of the samples that does not depend on how they are sharded.
 
-        So it does not depend on how samples are dealt out to ranks. Of large sets some samples are left out.
+        It is the sum, modulo 2^64, of a digest of each sample's id and pixels. Large sets are sampled.
         """
         rarely = -(-len(self._row_of) * self.bytes_each // MOST_DIGESTED_BYTES)
         total, pixels = 0, self._pixels.numpy()
@@ -145,7 +146,7 @@ class MemoryPixels:
 
 
 class StreamedPixels:
-    """Pixels decoded shortly before they are needed; holds a few batches at a time."""
+    """Pixels that are decoded shortly before they are needed, a few batches at a time."""
 
     def __init__(self, image_set: ImageSet, *, workers: int) -> None:
         self._image_set = image_set
@@ -158,11 +159,12 @@ class StreamedPixels:
         self._next = 0
 
     def fetch(self, ids: Ids) -> Tensor:
-        """Return (B, C, H, W) uint8, row i of sample ids[i]; waits only for what the threads have not decoded yet.
+        """Return (B, C, H, W) uint8, row i of sample ids[i]; waits until the threads have decoded them.
 
-        Raises RefusedError, which names the file, where an image is damaged or cannot be read.
+        Raises:
+            RefusedError: an image is damaged or unreadable; names the file.
         """
-        # The same samples come once for each view.
+        # Each view repeats the same samples.
         known = self._positions_of.get(ids.tobytes(), [])
         position = next((place for place in known if place > self._fetched), -1)
         if position >= 0:
@@ -179,9 +181,9 @@ class StreamedPixels:
         return pixels
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
-        """Hints that these batches will be fetched, in this order, some perhaps never. Replaces the last hint.
+        """Announce the batches that may be fetched next, in this order; replaces the previous announcement.
 
-        Only the next four are worked on.
+        Threads decode at most four batches ahead.
         """
         self._forget(before=len(self._plan))
         self._plan = list(batches)
@@ -193,7 +195,7 @@ class StreamedPixels:
         self._look_ahead()
 
     def close(self) -> None:
-        """End the threads; batches that were started are dropped."""
+        """Stop the threads and drop started batches."""
         self._pool.shutdown(cancel_futures=True)
 
     def _start(self, ids: Ids) -> tuple[Tensor, list[Future[dict[int, str]]]]:
@@ -222,23 +224,23 @@ def load_pixels(
     workers: int,
     pool: Pool | None = None,
 ) -> MemoryPixels | StreamedPixels:
-    """Return the pixels of the samples `ids`: in memory when they are there or fit `budget_bytes`, else streamed.
+    """Return the pixels of the samples `ids`: in memory if they fit `budget_bytes`, else streamed.
 
     Args:
         image_set: The split that `ids` are rows of.
         ids: The samples that this rank may fetch.
-        budget_bytes: What the decoded pixels may take, one byte per value.
+        budget_bytes: Memory for the decoded pixels, one byte per value.
         workers: Decoding threads.
-        pool: Memory that has all of the samples, taken already; see `MemoryPixels`.
+        pool: Shared memory with all of the samples; see `MemoryPixels`.
 
     Raises:
-        RefusedError: An image is damaged or cannot be read (when streamed: at `fetch`).
-        UsageError: An image has another size than the others (likewise).
+        RefusedError: An image is damaged or unreadable. Streamed images raise it at `fetch`.
+        UsageError: An image has another size than the others. Streamed images raise it at `fetch`.
     """
     pool = pool or open_pool(image_set)
     needed = 0 if pool else len(ids) * int(np.prod(image_set.image_shape))
     if needed > budget_bytes:
-        _log.info("%d images need %d bytes, more than %d: they are streamed", len(ids), needed, budget_bytes)
+        _log.info("%d images need %d bytes, the budget is %d: streaming them", len(ids), needed, budget_bytes)
         return StreamedPixels(image_set, workers=workers)
     started = time.perf_counter()
     pixels = MemoryPixels(image_set, ids, workers=workers, pool=pool)
@@ -251,12 +253,12 @@ def load_pixels(
 
 @dataclass(frozen=True)
 class Images:
-    """Float images of any view of the samples that this rank holds."""
+    """The images of this rank's samples in any augmented view, as floats."""
 
     pixels: MemoryPixels | StreamedPixels
     transform: Transform
     labels: Tensor
-    """Of all samples of the set, as the task has them."""
+    """Labels of all samples of the split, in the task's form."""
 
     def load(self, ids: Ids, views: Ids) -> Tensor:
         """Return (B, C, S, S) float32, channels last, augmented and normalised; row i shows view views[i] of ids[i]."""
@@ -268,16 +270,16 @@ class Images:
         return self.labels[torch.from_numpy(ids)]
 
     def prefetch(self, batches: Iterable[Ids]) -> None:
-        """Tell a streamed source which samples come next, in order."""
+        """Announce the next samples to the decoding threads, in order."""
         self.pixels.prefetch(batches)
 
     def shown(self, augment: Augment, *, mirrors: bool) -> Images:
-        """Return the same pixels in other views, with mirror images among them or without."""
+        """Return the same pixels with another augmentation, with or without horizontal flips."""
         return replace(self, transform=replace(self.transform, augment=augment, flips=mirrors))
 
 
 Inputs = Images | Windows
-"""What a model is given of the samples that this rank holds, and their labels."""
+"""The model inputs and labels of this rank's samples."""
 
 
 def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[dict[int, str]]:

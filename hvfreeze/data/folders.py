@@ -1,7 +1,7 @@
-"""Class folders on disk: which image files make up which split, in the order that gives samples their ids.
+"""Class folders on disk: the image files of each split, in the order of the sample ids.
 
-One pass over a tree, which reads every folder and asks once for each file's size and time, tells all that is needed of
-it: 1.28 million files take half a minute on a network file system. Ranks of a node share one rank's; see `Folders`.
+One pass reads every folder and each file's size and time: 1.28 million files take half a minute on a network file
+system. One rank per node lists the tree for the others; see `Folders`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOLD_OUT_SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The images of one split. A sample's id is its place in `paths`."""
+    """The images of one split. A sample's id is its index in `paths`."""
 
     root: Path
     classes: tuple[str, ...]
@@ -45,13 +45,13 @@ class Listing:
     num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """The size of each file, in the same order."""
     times: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """When each was last changed, in nanoseconds; empty for a listing from another rank."""
+    """Modification time of each file in nanoseconds; empty for a listing from another rank."""
     notes: tuple[str, ...] = ()
-    """What the user should know of files that are passed over."""
+    """Log lines on files that are skipped."""
     given: NDArray[np.generic] | None = None
-    """The labels of the paths, as the task has them; None: each path's class is its folder."""
+    """The labels of the paths, in the task's form; None: each path's class is its folder."""
     kind: str = "classes"
-    """What labels are, see `tasks.TASKS`."""
+    """The kind of labels, a key of `tasks.TASKS`."""
 
     def labels(self) -> Tensor:
         """Return the labels of the paths; a class is an index into `classes`."""
@@ -63,18 +63,18 @@ class Listing:
         return torch.tensor([labels[path.partition("/")[0]] for path in self.paths], dtype=torch.int64)
 
     def chosen(self, rows: Ids) -> Listing:
-        """Return the listing of some of its images."""
+        """Return the listing of a subset of the images."""
         paths = tuple(self.paths[row] for row in rows)
         given = None if self.given is None else self.given[rows]
         return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows], given=given)
 
     def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
-        """Return the distinct (height, width) of at most 64 evenly spaced images, each with one of its files.
+        """Return the distinct (height, width) of at most 64 evenly spaced images, each with an example file.
 
-        Adds to `counts` how many have which.
+        Adds the number of images of each size to `counts`. Skips unreadable files: loading the pixels reports them all.
 
-        One that cannot be read says nothing here: whoever loads the pixels tells of all of them. Raises RefusedError
-        where none of them is an image.
+        Raises:
+            RefusedError: none of the files is an image.
         """
         found: dict[tuple[int, int], Path] = {}
         refusal: RefusedError | None = None
@@ -95,21 +95,21 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """All that a rank must know of a tree before it reads pixels."""
+    """The listing of a tree: all that a rank needs before it reads pixels."""
 
     root: Path
     listings: dict[str, Listing]
-    """By split: train and test."""
+    """Listings of the splits train and test."""
     notes: list[str]
     sizes: dict[tuple[int, int], str]
-    """Distinct (height, width) of a few images, each with the path of one."""
+    """Distinct (height, width) of a few images, each with an example path."""
     counts: Sizes
-    """How many of these have which."""
+    """Number of these images per size."""
     local: dict[str, str]
-    """By split, a digest of when its files were changed on this machine."""
+    """Digest of the modification times on this machine, per split."""
 
     def digest(self) -> str:
-        """Return the SHA-256 over splits, labels, paths and sizes, equal for equal trees on other machines."""
+        """Return the SHA-256 over splits, labels, paths and sizes; equal trees give equal digests on every machine."""
         parts = [
             (name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind)
             + (() if each.given is None else (hashlib.sha256(each.given.tobytes()).hexdigest(),))
@@ -118,29 +118,31 @@ class Folders:
         return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()
 
     def to_send(self) -> Folders:
-        """Return what another rank is to be sent."""
+        """Return the listing in the form that is sent to other ranks."""
         nothing = np.zeros(0, np.int64)
         return replace(self, listings={name: replace(each, times=nothing) for name, each in self.listings.items()})
 
     def here(self, root: Path, local: Mapping[str, str]) -> Folders:
-        """Return the same for a rank that has an equal tree at `root`, with the digests `local` of its machine."""
+        """Return the listing for a rank with an equal tree at `root` and the digests `local` of its machine."""
         below = {name: each.root.relative_to(self.root) for name, each in self.listings.items()}
         moved = {name: replace(each, root=root / below[name]) for name, each in self.listings.items()}
         return replace(self, root=root, listings=moved, local=dict(local))
 
 
 def list_folders(root: Path) -> Folders:
-    """Return what there is below `root`, by one pass over it.
+    """List the tree below `root` in one pass.
 
-    Raises RefusedError as `find_splits` does, and where one of the images that are looked at is none.
+    Raises:
+        RefusedError: as `find_splits`, or a probed file is not an image.
     """
     return folders_of(root, *find_splits(root))
 
 
 def folders_of(root: Path, listings: dict[str, Listing], notes: list[str]) -> Folders:
-    """Return what a rank must know of listed images; the headers of a few are read.
+    """Return the listing of a tree from the listings of its splits, after reading the headers of a few images.
 
-    Raises RefusedError where one of the images that are looked at is none.
+    Raises:
+        RefusedError: a probed file is not an image.
     """
     counts = Sizes()
     sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes(counts).items()}
@@ -149,7 +151,7 @@ def folders_of(root: Path, listings: dict[str, Listing], notes: list[str]) -> Fo
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder. Raises RefusedError where the folders above it cannot be read."""
+    """Return True if `path` is a folder. Raises RefusedError if the folders above it cannot be read."""
     try:
         return path.is_dir()
     except OSError as error:
@@ -157,8 +159,8 @@ def is_folder(path: Path) -> bool:
 
 
 def absence_of(folder: Path) -> str:
-    """Return what is wrong with the path of what `is_folder` does not find."""
-    return "is no folder" if os.path.lexists(folder) else "does not exist"
+    """Return why `is_folder` is False: no folder, or missing."""
+    return "is not a folder" if os.path.lexists(folder) else "does not exist"
 
 
 SYSTEM_FOLDERS = frozenset(
@@ -177,25 +179,25 @@ SYSTEM_FOLDERS = frozenset(
         "system volume information",
     }
 )
-"""In which storage systems and archives keep thumbnails, old versions and removed files."""
+"""Folders in which storage systems and archives keep thumbnails, old versions and removed files."""
 
 
 @dataclass
 class PassedOver:
-    """What is passed over in a folder and its sub-folders."""
+    """Counts of the files and folders that are skipped below a folder."""
 
     suffixes: Counter[str] = field(default_factory=Counter)
-    """Files that are no images, by suffix."""
+    """Number of files per suffix that is not an image's."""
     system: Counter[str] = field(default_factory=Counter)
     """Names of `SYSTEM_FOLDERS`."""
 
     def add(self, other: PassedOver) -> None:
-        """Count what another one has counted."""
+        """Add the counts of another one."""
         self.suffixes += other.suffixes
         self.system += other.system
 
     def in_words(self, before: str) -> str:
-        """Return how many files of which suffixes there are, the most frequent first; nothing where there are none."""
+        """Return the number of files per suffix, the most frequent first; empty if there are none."""
         each = sorted(self.suffixes.items(), key=lambda found: (-found[1], found[0]))
         more = len(each) - MOST_SUFFIXES
         shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
@@ -204,27 +206,26 @@ class PassedOver:
         return f"{before}{shown}{rest}{dicom}" if each else ""
 
     def notes(self, folder: Path) -> list[str]:
-        """Return what the user should know of it."""
+        """Return log lines on what is skipped."""
         notes, count = list[str](), sum(self.suffixes.values())
         if count:
-            files = plural(count, "file is passed over, no image by its", "files are passed over, no images by their")
+            files = plural(count, "file skipped, not an image by its", "files skipped, not images by their")
             notes.append(f"{folder}: {files} suffix: {self.in_words('')}")
         if self.system:
-            folders = plural(sum(self.system.values()), "system folder is", "system folders are")
-            notes.append(f"{folder}: {folders} passed over: {', '.join(sorted(self.system))}")
+            folders = plural(sum(self.system.values()), "system folder", "system folders")
+            notes.append(f"{folder}: {folders} skipped: {', '.join(sorted(self.system))}")
         return notes
 
 
 def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
     """Return all images below `root`, whose folders are the classes; sub-folders of a class belong to it.
 
-    Names that begin with a dot, `SYSTEM_FOLDERS`, files that are no images by their suffix, and files that lie in no
-    class folder are passed over; notes tell of all but the first. A class folder without an image is passed over where
-    `of_test`, else refused.
+    Skips hidden names, `SYSTEM_FOLDERS`, files that are not images by their suffix, and files outside class folders;
+    notes report all but the hidden ones. A class folder without an image is skipped with `of_test`, else refused.
 
     Raises:
         RefusedError: the folder is missing, unreadable or empty, or holds fewer than `fewest` classes; two class names
-            look equal; or the folders are no classes, see `refuse_splits`.
+            look equal; or the folders are splits, see `refuse_splits`.
     """
     passed = PassedOver()
     entries = _entries(root, passed)
@@ -251,7 +252,7 @@ def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
     if len(classes) < fewest:
         only = classes[0]
         within = sorted({path.partition("/")[0] for path, *_ in found[only] if "/" in path})
-        hint = f"; where its folders ({first_few(within)}) are the classes, name {root / only} in place of {root}"
+        hint = f"; if its folders ({first_few(within)}) are the classes, name {root / only} instead of {root}"
         raise RefusedError(
             f"{root} holds one class only ({only}); training needs at least two class folders"
             + (hint if len(within) > 1 else "")
@@ -260,46 +261,47 @@ def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
     images = [(f"{name}/{path}", size, time) for name in classes for path, size, time in found[name]]
     images.sort(key=lambda image: os.fsencode(image[0]))
     paths, sizes, times = zip(*images, strict=True)
-    lie = plural(loose, "image lies in no class folder and is", "images lie in no class folder and are")
+    outside = plural(loose, "image outside class folders", "images outside class folders")
     return Listing(
         root=root,
         classes=tuple(sorted(classes, key=os.fsencode)),
         paths=paths,
         num_bytes=np.array(sizes, np.int64),
         times=np.array(times, np.int64),
-        notes=(*passed.notes(root), *([f"{root}: {lie} passed over"] if loose else [])),
+        notes=(*passed.notes(root), *([f"{root}: {outside} skipped"] if loose else [])),
     )
 
 
 def refuse_splits(root: Path, paths: Mapping[str, Sequence[str]]) -> None:
-    """Raise RefusedError where class folders hold no images themselves, but all of them the same sub-folders.
+    """Raise RefusedError if folders look like splits: without images, and all with the same sub-folders.
 
-    Such are splits, folds or data sets side by side, whose sub-folders are the classes. One sub-folder alone, as in
-    CLASS/images/, is no sign of it. `paths` are each class's images, relative to its folder.
+    Splits, folds and several datasets look like this; their sub-folders are the classes. A single sub-folder, as in
+    CLASS/images/, is accepted. `paths` are each folder's images, relative to it.
     """
     inside = [{path.partition("/")[0] for path in images if "/" in path} for images in paths.values()]
     shared = sorted(set.intersection(*inside))
     if len(paths) > 1 and len(shared) > 1 and not any("/" not in path for images in paths.values() for path in images):
         raise RefusedError(
-            f"{root} holds {first_few(sorted(paths))}, which hold no images themselves, but the same folders "
-            f"({first_few(shared)}): they look like splits, not classes; name splits train/ and test/, or one data set "
-            "with --data-dir, or move each class's images right into its folder"
+            f"{root} holds {first_few(sorted(paths))}, which hold no images themselves, but the same "
+            f"folders ({first_few(shared)}): they look like splits, not classes; rename splits to "
+            f"train/ and test/, name one dataset with --data-dir, or move the images of each "
+            f"class into its folder"
         )
 
 
 def meant_by(name: str) -> str:
-    """Return a name in the form in which composed and decomposed accents, as other systems write them, are equal."""
+    """Return a name in Unicode normal form, in which composed and decomposed accents are equal."""
     return unicodedata.normalize("NFC", name)
 
 
 def looks_of(name: str) -> str:
-    """Return a form that is equal for names which are easily taken for each other."""
+    """Return a key that is equal for names which look alike."""
     letters = unicodedata.normalize("NFKC", name).casefold()
     return " ".join("".join(letter for letter in letters if unicodedata.category(letter) != "Cf").split())
 
 
 def refuse_equal_looks(root: Path, names: Sequence[str]) -> None:
-    """Raise RefusedError where two folders mean the same name."""
+    """Raise RefusedError if two folder names are equal in Unicode normal form."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(meant_by(name), name)
@@ -311,7 +313,7 @@ def refuse_equal_looks(root: Path, names: Sequence[str]) -> None:
 
 
 def with_classes_of(test: Listing, train: Listing) -> Listing:
-    """Return the test set with the classes of the training set, which may have more; a note names these.
+    """Return the test set with the classes of the training set; a note names classes without test images.
 
     Raises:
         RefusedError: the test set has a class that the training set lacks.
@@ -320,53 +322,55 @@ def with_classes_of(test: Listing, train: Listing) -> Listing:
     odd = [name for name in test.classes if meant_by(name) not in known]
     if odd:
         alike = [name for name in train.classes if looks_of(name) == looks_of(odd[0])]
-        hint = f", which has {alike[0]!a} where this is {odd[0]!a}; rename one" if alike else ""
+        hint = f", which has {alike[0]!a} instead of {odd[0]!a}; rename one" if alike else ""
         raise RefusedError(
             f"class folder {test.root / odd[0]} is missing in {train.root}"
-            + (hint or "; add training images of that class, or take its folder out of the test set")
+            + (hint or "; add training images of that class, or remove its folder from the test set")
         )
     tested = set(map(meant_by, test.classes))
     absent = [name for name in train.classes if meant_by(name) not in tested]
     notes = test.notes
     if absent:
         each = plural(len(absent), "class", "classes")
-        notes += (f"{test.root} has no image of {each} ({first_few(absent)}): accuracy says nothing of these",)
+        notes += (f"{test.root} has no image of {each} ({first_few(absent)}): accuracy does not cover them",)
     return replace(test, classes=train.classes, notes=notes)
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list and the number of the others."""
     more = len(names) - MOST_SUFFIXES
     return ", ".join(names[:MOST_SUFFIXES]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_image(name: str) -> bool:
-    """Tell whether a file is an image by its suffix."""
+    """Return True if a file name has an image's suffix."""
     return name.lower().endswith(SUFFIXES)
 
 
 def suffix_of(name: str) -> str:
-    """Return a file name's suffix in small letters, or what to call it where there is none."""
+    """Return a file name's suffix in lower case, or a placeholder if there is none."""
     return os.path.splitext(name)[1].lower() or "no suffix"
 
 
 def images_below(folder: Path, passed: PassedOver) -> list[str]:
-    """Return the images in a folder and its sub-folders, relative to it and sorted as bytes, as `scan` sees them.
+    """Return the images in a folder and its sub-folders, relative to it and sorted as bytes.
 
-    Counts in `passed` what is passed over. Raises RefusedError as `files_below` does.
+    Adds skipped files to `passed`. Raises RefusedError like `files_below`.
     """
     return sorted((path for path, *_ in files_below(folder, passed)), key=os.fsencode)
 
 
 Image = tuple[str, int, int]
-"""A file's path, its size in bytes, and when it was last changed, in nanoseconds."""
+"""A file's path, its size in bytes, and its modification time in nanoseconds."""
 
 
 def files_below(folder: Path, passed: PassedOver) -> list[Image]:
-    """Return the images in a folder and its sub-folders, in any order; each file's size and time are asked for once.
+    """Return the images in a folder and its sub-folders, in any order, with one system call per file.
 
-    Counts in `passed` what is passed over. Raises RefusedError where a folder cannot be read, or
-    is a link to one that it lies in.
+    Adds skipped files to `passed`.
+
+    Raises:
+        RefusedError: a folder cannot be read, or links to a folder above it.
     """
     images: list[Image] = []
     pending = [""]
@@ -394,7 +398,7 @@ def files_below(folder: Path, passed: PassedOver) -> list[Image]:
 
 
 def leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; a link that leads nowhere, or to itself, is a file."""
+    """Return True if an entry is a folder or a link to one; a broken link, or one to itself, is a file."""
     try:
         return entry.is_dir()
     except OSError:
@@ -402,20 +406,20 @@ def leads_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def refuse_circle(folder: Path, link: str) -> None:
-    """Raise RefusedError where a link leads to a folder that it lies in: its images would come again and again.
+    """Raise RefusedError if a link leads to a folder above it, which would repeat its images without end.
 
     `link` is relative to `folder`.
     """
     target = os.path.realpath(folder / link)
     above = (os.path.realpath(folder / parent) for parent in Path(link).parents)
     if any(os.path.commonpath((place, target)) == target for place in above):
-        raise RefusedError(f"{folder / link} is a link to {target}, in which it lies itself; remove it")
+        raise RefusedError(f"{folder / link} is a link to {target}, a folder above it; remove it")
 
 
 def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """Return a file's size in bytes and when it was changed, 0 and 0 where it cannot be looked at.
+    """Return a file's size in bytes and its modification time; 0 and 0 if the file is not accessible.
 
-    So is a link to a file that is gone. It is an image that cannot be used, which whoever reads it tells of by name.
+    A broken link is one example. Loading the pixels reports it as an unreadable image.
     """
     try:
         status = entry.stat()
@@ -425,10 +429,10 @@ def size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
 
 
 def splits_in(root: Path) -> dict[str, Path]:
-    """Return the folders of the splits in `root`, by split (`train`, `val`, `test`); none where there are classes.
+    """Return the folders of the splits in `root`, by split (`train`, `val`, `test`); empty if the folders are classes.
 
     Raises:
-        RefusedError: it cannot be read, or several folders name the same split.
+        RefusedError: `root` cannot be read, or several folders name the same split.
     """
     return _splits_among(root, _entries(root, PassedOver()))
 
@@ -451,22 +455,22 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     names = [folder.name for folder in splits.values()]
     if "train" not in splits or len(splits) == 1:
         raise RefusedError(
-            f"{root} holds {' and '.join(names)} alone; it must hold train/ with test/ or val/, or class folders only"
+            f"{root} holds {' and '.join(names)} only; it must hold train/ with test/ or val/, or class folders only"
         )
     notes, tested = list[str](), splits["test" if "test" in splits else "val"]
     if "val" in splits:
-        used = f"is not used: accuracy is on {tested}" if "test" in splits else "serves as the test set"
+        used = f"is not used: accuracy is measured on {tested}" if "test" in splits else "serves as the test set"
         notes.append(f"{splits['val']} {used}")
-    beside = sorted(name for name, folder in entries if folder and name not in names)
-    if beside:
-        notes.append(f"{root}: folders beside the splits are passed over: {first_few(beside)}")
+    others = sorted(name for name, folder in entries if folder and name not in names)
+    if others:
+        notes.append(f"{root}: folders other than the splits are skipped: {first_few(others)}")
     train = scan(splits["train"])
     test = with_classes_of(scan(tested, fewest=1, of_test=True), train)
     return {"train": train, "test": test}, [*notes, *passed.notes(root), *train.notes, *test.notes]
 
 
 def hold_out(everything: Listing, why: str) -> tuple[dict[str, Listing], list[str]]:
-    """Return a training and a test set, a fixed share of the images of each class, and notes, which say `why`.
+    """Return a training and a test set, a fixed share of the images of each class, and notes with the reason `why`.
 
     Raises:
         RefusedError: there are too few images.
@@ -478,14 +482,14 @@ def hold_out(everything: Listing, why: str) -> tuple[dict[str, Listing], list[st
 
 
 def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
-    """Return the rows of a training and of a test set, a fixed share of each class, and a note, which says `why`.
+    """Return the rows of a training and of a test set, a fixed share of each class, and a note with the reason `why`.
 
     Raises:
         RefusedError: there are too few rows.
     """
     total = len(labels)
     if total < 2 * task.outputs:
-        raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; bring a test set")
+        raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
     fraction = max(_HOLD_OUT_FRACTION, 1 / total)
     strata = task.strata(labels).numpy()
     kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
@@ -495,7 +499,7 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
 
 
 def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:
-    """Return what is in a folder, and whether each is a folder, without what is hidden or the system's."""
+    """Return the entries of a folder, and whether each is a folder, without hidden and system entries."""
     try:
         with os.scandir(folder) as found:
             entries = [(entry.name, leads_to_folder(entry)) for entry in found if not entry.name.startswith(".")]

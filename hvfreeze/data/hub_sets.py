@@ -1,6 +1,6 @@
-"""Data sets of Hugging Face's library on disk: saved ones, image folders and Parquet files, by their features.
+"""Datasets of Hugging Face's library on disk: saved datasets, image folders and Parquet files.
 
-Columns are found by their types: an Image, and a ClassLabel or a column with a usual name. The labels are then read as
+Columns are found by their types: an Image, and a ClassLabel or a column with a usual name. Labels are then read like
 those of a table, whose rows have numbers.
 """
 
@@ -27,11 +27,11 @@ from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
 
 BETWEEN = "\x1f"
-"""Between the labels in a cell that holds a list."""
+"""Delimiter of the labels in a cell that holds a list."""
 
 
 class HubImages:
-    """The images of some rows of a data set as a map-style Dataset, see `data.own`."""
+    """The images of some rows of a dataset as a map-style Dataset, see `data.own`."""
 
     def __init__(self, data: Any, column: str, rows: Ids) -> None:
         self._images, self._column, self._rows = data.select_columns([column]), column, rows
@@ -40,12 +40,12 @@ class HubImages:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
-        """Return a PIL image and its label, None where labels are not known."""
+        """Return a PIL image and its label, None if labels are unknown."""
         return self._images[int(self._rows[row])][self._column], None
 
 
 class HubSplit(HubImages):
-    """Rows of a data set with their labels."""
+    """Rows of a dataset with their labels."""
 
     flips = True
 
@@ -65,11 +65,11 @@ def path_of(name: str) -> Path:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the splits of a data set by their names; a first call may copy it into the library's cache.
+    """Return the splits of a dataset by name; the first call may copy it into the library's cache.
 
     Raises:
         UsageError: the library is not installed.
-        RefusedError: there is no such file or folder, or it is no data set.
+        RefusedError: there is no such file or folder, or it is not a dataset.
     """
     path = path_of(name)
     try:
@@ -78,8 +78,8 @@ def load(name: str) -> dict[str, Any]:
         raise UsageError(f"--data ({name}) needs datasets ({error}): pip install datasets") from error
     if not path.exists():
         raise RefusedError(
-            f"--data ({name}): {path} does not exist; name a local file or folder, which hf download --repo-type "
-            "dataset NAME --local-dir DIR makes of a repository"
+            f"--data ({name}): {path} does not exist; name a local file or folder; hf download "
+            f"--repo-type dataset NAME --local-dir DIR downloads a repository"
         )
     library.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def load(name: str) -> dict[str, Any]:
         else:
             found = library.load_dataset(str(path.absolute()))
     except Exception as error:  # the library raises errors of many kinds on damaged data
-        raise RefusedError(f"--data ({name}) cannot be read as a data set: {one_line(error)}; restore it") from error
+        raise RefusedError(f"--data ({name}) cannot be read as a dataset: {one_line(error)}; restore it") from error
     return dict(found) if isinstance(found, Mapping) else {"train": found}
 
 
@@ -99,8 +99,8 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
     """Return the splits `train` and `test`, and notes.
 
     Raises:
-        UsageError: a column was named that is not there, or none is known for the images or the labels.
-        RefusedError: as `load`, or a label is missing; names split, row and column.
+        UsageError: a named column is missing, or no column is known for the images or the labels.
+        RefusedError: as for `load`, or a label is missing; names split, row and column.
     """
     found, notes = load(name), list[str]()
     splits = splits_of(found)
@@ -128,7 +128,7 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
 
 
 def open_test(name: str, columns: Columns, kind: str, names: tuple[str, ...]) -> HubSplit:
-    """Return the test split, or the only one; labels are those of a model that answers `names`, see `tasks.TASKS`."""
+    """Return the test split, or the only one, with labels of the task `kind` that a model with outputs `names` has."""
     found = load(name)
     part = tested_part(found)
     rows = rows_of(name, part, found[part], columns)
@@ -152,12 +152,12 @@ def tested_part(found: Mapping[str, Any]) -> str:
 
 
 def image_column(name: str, features: Mapping[str, Any], columns: Columns) -> str:
-    """Return the column with images. Raises UsageError where none is known, or the named one has none."""
+    """Return the column with images. Raises UsageError if none is known, or the named one has none."""
     column = columns.image or single(name, "image", columns_with(features, "Image"), features)
     if column not in features:
-        raise UsageError(f"--image-column ({column}) is no column of {name}, which has {', '.join(features)}")
+        raise UsageError(f"--image-column ({column}) is not a column of {name}, which has {', '.join(features)}")
     if type(features[column]).__name__ != "Image":
-        raise UsageError(f"--image-column ({column}) of {name} holds no images, but {features[column]}")
+        raise UsageError(f"--image-column ({column}) of {name} holds {features[column]}, not images")
     return column
 
 
@@ -168,7 +168,7 @@ def splits_of(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
-    """Return the labels of a split as cells of a table."""
+    """Return the labels of a split as table cells."""
     features = data.features
     image = image_column(name, features, columns)
     typed = [key for key in features if is_class_label(features[key])]
@@ -186,13 +186,13 @@ def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
         labels = (single(name, "label", known, features),)
     for key in labels:
         if key not in features:
-            raise UsageError(f"--label-column ({key}) is no column of {name}, which has {', '.join(features)}")
+            raise UsageError(f"--label-column ({key}) is not a column of {name}, which has {', '.join(features)}")
     cells = list(zip(*(table.column(key) for key in labels)))
     return Rows(table, Chosen(image, labels, None), list(range(len(data))), [""] * len(data), cells)
 
 
 def labels_of(rows: Rows, data: Any, columns: Columns) -> Labels:
-    """Return how labels are read: by the names of a ClassLabel, in their order, else as those of a table."""
+    """Return the label format: the names of a ClassLabel in their order, else as for a table."""
     feature = data.features[rows.chosen.labels[0]]
     inner = getattr(feature, "feature", None)
     if len(rows.chosen.labels) == 1 and columns.task in ("auto", "classes") and hasattr(feature, "names"):
@@ -203,20 +203,21 @@ def labels_of(rows: Rows, data: Any, columns: Columns) -> Labels:
             return Labels("labels", tuple(names), BETWEEN)
         if "float" in str(inner):
             raise UsageError(
-                f"--label-column ({rows.chosen.labels[0]}): lists of fractions are not read; use a column each"
+                f"--label-column ({rows.chosen.labels[0]}): lists of fractions are not supported; use "
+                f"one column per number"
             )
         columns = Columns(delimiter=BETWEEN)
     return labels_in(rows, columns)
 
 
 def cells_of(data: Any, key: str) -> list[str]:
-    """Return a column as text: names of classes, and of a list all entries."""
+    """Return a column as text: names of classes, and all entries of lists."""
     feature = data.features[key]
     names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
     def text(value: Any) -> str:
         if names is not None and isinstance(value, int):
-            # Data sets without labels have -1.
+            # Datasets without labels have -1.
             return names[value] if 0 <= value < len(names) else ""
         return text_of(value)
 
@@ -225,17 +226,17 @@ def cells_of(data: Any, key: str) -> list[str]:
 
 
 def is_class_label(feature: Any) -> bool:
-    """Tell whether a column has classes, or lists of them."""
+    """Return True if a column has classes or lists of classes."""
     return hasattr(feature, "names") or hasattr(getattr(feature, "feature", None), "names")
 
 
 def columns_with(features: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the columns of a type."""
+    """Return the columns of type `kind`."""
     return [key for key, feature in features.items() if type(feature).__name__ == kind]
 
 
 def single(name: str, what: str, found: Sequence[str], features: Mapping[str, Any]) -> str:
-    """Return the only column that is known for something. Raises UsageError where there are none, or several."""
+    """Return the only column for `what`. Raises UsageError if there are none, or several."""
     if len(found) == 1:
         return found[0]
     why = f"has several columns for the {what}: {', '.join(found)}" if found else f"has no column for the {what}"

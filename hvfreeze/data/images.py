@@ -1,4 +1,4 @@
-"""Images of a data set: arrays in memory or files, by row; and those that are broken or read in a special way."""
+"""Sources of images: arrays in memory and files. Reports of broken images and of special conversions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MOST_LISTED = 10
 
 
 class BrokenImagesError(RefusedError):
-    """Images that are damaged or cannot be read; `reasons` has a message for each."""
+    """Damaged or unreadable images; `reasons` has a message for each."""
 
     def __init__(self, reasons: Sequence[str] | str) -> None:
         self.reasons = [reasons] if isinstance(reasons, str) else list(reasons)
@@ -52,20 +52,21 @@ class BrokenImagesError(RefusedError):
             super().__init__(reasons)
             return
         what = self.reasons[0] if len(reasons) == 1 else f"{len(reasons)} images cannot be used: {listed(reasons)}"
-        super().__init__(f"{what}; --skip-bad leaves out such images")
+        super().__init__(f"{what}; --skip-bad leaves these out")
 
 
 def listed(reasons: Sequence[str]) -> str:
-    """Return the first of many messages about images, without what to do about each, and how many more there are."""
+    """Return the first messages about images, without their remedies, and the number of the others."""
     more = len(reasons) - MOST_LISTED
     shown = "; ".join(reason.partition(";")[0] for reason in reasons[:MOST_LISTED])
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
 def all_loaded(*loads: Callable[[], T]) -> list[T]:
-    """Return what each load gives.
+    """Call each load and return the results.
 
-    Raises BrokenImagesError where images of some are damaged or cannot be read; names those of all.
+    Raises:
+        BrokenImagesError: images are damaged or unreadable; names the images of all loads.
     """
     loaded, broken = [], []
     for load in loads:
@@ -80,34 +81,34 @@ def all_loaded(*loads: Callable[[], T]) -> list[T]:
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TURNED, TRANSPARENT, FRAMES, SCALED, COARSE, REDUCED = ODD = (
-    "images are turned as their EXIF orientation says",
-    "images have transparent parts, which are filled with the --background colour",
-    "images have several frames or pages, of which the first is read",
-    "images are grey of 16 bits and use fewer: each is scaled by those that it uses",
-    "images have 16 bits a channel, of which the upper 8 are read: convert those that use fewer than 16 to 8",
-    "images are large JPEG files, which are decoded at 1/2, 1/4 or 1/8 of their size",
+    "images are rotated by their EXIF orientation",
+    "images have transparent parts, filled with the --background colour",
+    "images have several frames or pages; only the first is read",
+    "images are 16-bit grey and use fewer bits; each is scaled by the bits it uses",
+    "images have 16 bits per channel; the upper 8 are read, so convert images that use fewer bits to 8 bits",
+    "images are large JPEG files, decoded at 1/2, 1/4 or 1/8 of their size",
 )
-"""What is special in how files become pixels."""
+"""Special conversions from files to pixels, as they are logged."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ArraySource:
-    """Images that are in memory already."""
+    """Images in memory."""
 
     pixels: PixelArray
-    """(N, 3, H, W)."""
+    """Pixels, (N, 3, H, W)."""
     side: int | None
     """The centre square is resized to this side; None keeps the pixels as they are."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of every decoded image."""
+        """Shape of a decoded image, (C, H, W)."""
         _, channels, height, width = self.pixels.shape
         return (channels, self.side or height, self.side or width)
 
     @property
     def kept(self) -> bool:
-        """Whether `pixels` are what images are decoded to."""
+        """Whether decoding returns `pixels` unchanged."""
         return self.image_shape == self.pixels.shape[1:]
 
     def decode(self, row: int) -> PixelArray:
@@ -119,7 +120,7 @@ class ArraySource:
         return to_pixels(fitted(Image.fromarray(self.pixels[row].transpose(1, 2, 0)), self.side, self.side))
 
     def identity(self, *, local: bool) -> str:
-        """Return a digest of all pixels; `local` makes no difference, since arrays carry no file times."""
+        """Return a digest of all pixels; `local` has no effect, since arrays have no file times."""
         header = f"{self.pixels.shape} {self.side} {PIL.__version__ if self.side else ''}"
         return hashlib.sha256(
             header.encode() + hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
@@ -128,40 +129,41 @@ class ArraySource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileSource:
-    """Image files, decoded when asked for, in RGB."""
+    """Image files, decoded to RGB on demand."""
 
     root: Path
     paths: tuple[str, ...]
-    """Relative to `root`, sorted as bytes."""
+    """Paths relative to `root`, sorted as bytes."""
     image_shape: tuple[int, int, int]
-    """(C, H, W) of every decoded image."""
+    """Shape of a decoded image, (C, H, W)."""
     side: int | None
-    """Every image is made to fit a square of this side; None accepts images of `image_shape` only."""
+    """Side of the square that images are fitted to, in pixels; None accepts images of `image_shape` only."""
     num_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The size of each file."""
+    """Size of each file in bytes."""
     local: str = ""
-    """A digest of when each file was changed on this machine."""
+    """Digest of the modification times on this machine."""
     reading: Reading = USUAL
     oblong: bool = True
-    """Whether any of those that were looked at is not square."""
+    """Whether a probed image is not square."""
     odd: Mapping[str, int] | None = None
-    """What `count_odd` returns for all of these files; None counts when it is needed."""
+    """The result of `count_odd` for all files; None computes it on demand."""
 
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image.
 
-        Raises RefusedError where the file cannot be read or is no intact image, UsageError where the image has another
-        size than the others and no --image-size was given. Both name the file.
+        Raises:
+            RefusedError: the file is unreadable or damaged; names it.
+            UsageError: the image has another size than the others, without --image-size; names the file.
         """
-        # No Path: to make one costs a tenth of decoding a small image.
+        # A string: making a Path takes a tenth of the time of decoding a small image.
         path = os.path.join(self.root, self.paths[row])
         image = read_rgb(path, reading=self.reading, side=self.side)
         return sized_pixels(image, side=self.side, image_shape=self.image_shape, reading=self.reading, place=path)
 
     def identity(self, *, local: bool) -> str:
-        """Return a digest of every file's path and size and, when `local`, time of change, as they were listed.
+        """Return a digest of the listed paths and sizes and, with `local`, modification times.
 
-        It is the same under every reading that gives the same pixels.
+        Readings that give the same pixels have the same digest.
         """
         header = f"{self.image_shape} {self.side} {PIL.__version__} {self.local if local else ''}"
         header += self._read_otherwise
@@ -169,12 +171,12 @@ class FileSource:
 
     @cached_property
     def known_odd(self) -> Mapping[str, int]:
-        """What `count_odd` returns for all of the files."""
+        """The result of `count_odd` for all files."""
         return count_odd(self) if self.odd is None else self.odd
 
     @cached_property
     def _read_otherwise(self) -> str:
-        """In what the files have other pixels than reading 1 gave them."""
+        """The settings that give other pixels than reading 1 did."""
         version, background, fit = self.reading.version, self.reading.background, self.reading.fit
         found = ""
         if version > 1 and (self.known_odd[TURNED] or self.known_odd[SCALED]):
@@ -198,14 +200,14 @@ def digest_of_files(paths: Sequence[str], num_bytes: NDArray[np.int64]) -> str:
 
 
 def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[str]:
-    """Return what of `ODD`, but for REDUCED, is true of an opened image; see `turn_of`.
+    """Return the special conversions, without REDUCED, that apply to an opened image; see `turn_of`.
 
-    Only grey of 16 bits and what may be transparent is decoded.
+    Decodes only 16-bit grey images and images that may be transparent.
     """
-    # Pillow forgets what the file holds when it decodes it.
+    # Pillow drops this information when it decodes the file.
     coarse = COLOUR_OF_16_BITS.search(str(getattr(image, "tile", ""))) is not None
     deep = image.mode.startswith(MODES_OF_16_BITS)
-    # A JPEG with a second picture is a photograph with its preview.
+    # A JPEG with a second picture is a photograph with a preview.
     several = image.format != "MPO" and getattr(image, "is_animated", False)
     found = {
         TURNED: turn(image) is not None,
@@ -220,19 +222,19 @@ def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[
 PNG_OPAQUE = (0, 2, 3)
 """Colour types of a PNG file without an alpha channel."""
 WEBP_ALPHA = 0x10
-"""In the byte of a lossless WebP file that ends its height: whether it has an alpha channel."""
+"""Bit of a lossless WebP header, in the last byte of its height, that announces an alpha channel."""
 JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of the segment of a JPEG file that holds its height and width."""
 HEAD_BYTES = 4096
-"""Of a file, which mostly tell whether there can be anything special in it."""
+"""Bytes at the start of a file that usually rule out special conversions."""
 
 
 def is_plain(head: bytes) -> bool:
-    """Tell whether the first bytes of a file already rule out all of `ODD`; Pillow takes four times as long to open it.
+    """Return True if the first bytes of a file rule out all of `ODD`; this is 4x faster than opening it with Pillow.
 
-    That is WebP without an extended header and transparency, JPEG of at most `WHOLE_SIDE` pixels a side without an APP1
-    segment, which holds EXIF data and XMP, and PNG of at most 8 bits without transparency, animation, EXIF data and
-    texts: a small one, as these may come behind the pixels.
+    These are WebP files without extended header and transparency; JPEG files of at most `WHOLE_SIDE` pixels a side
+    without an APP1 segment, which holds EXIF data and XMP; and small PNG files of at most 8 bits without transparency,
+    animation, EXIF data and texts, which may follow the pixels.
     """
     if head[:4] == b"\x89PNG":
         whole = len(head) < HEAD_BYTES and b"IEND" in head
@@ -253,7 +255,7 @@ def is_plain(head: bytes) -> bool:
 
 
 def head_of(path: str) -> bytes:
-    """Return the first `HEAD_BYTES` of a file, or all of a smaller one; nothing of a pipe, without waiting for it."""
+    """Return the first `HEAD_BYTES` of a file; empty for a pipe, without waiting for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.read(descriptor, HEAD_BYTES)
@@ -262,16 +264,16 @@ def head_of(path: str) -> bytes:
 
 
 def count_odd(source: FileSource, *, share: int = 0, shares: int = 1, workers: int = 1) -> dict[str, int]:
-    """Return how many files of a share of a source are special, by what is special in them.
+    """Count the files in a share of a source per special conversion.
 
-    Headers tell it, save of grey of 16 bits and what may be transparent. Files that are not intact count as nothing.
+    Reads headers, and decodes only 16-bit grey images and images that may be transparent. Skips damaged files.
     """
 
     def look(paths: Sequence[str]) -> list[str]:
         found = []
         for path in paths:
             place = os.path.join(source.root, path)
-            # Whoever loads the pixels tells of damaged files.
+            # Loading the pixels reports damaged files.
             with suppress(Exception):
                 if not is_plain(head_of(place)):
                     with open_image(place) as image:

@@ -1,6 +1,6 @@
-"""Training images among those that accuracy is measured on: found by their pixels, their files or where they come from.
+"""Train/test duplicates: evaluation images that are also training images, found by pixels, files or origin.
 
-Accuracy counts an answer that was learned by heart as right, so who reads it has to know.
+A model can memorize duplicates, so they make the test accuracy too high.
 """
 
 from __future__ import annotations
@@ -25,89 +25,90 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.wording import plural
 
 MOST_IMAGES, MOST_BYTES = 10_000, 2**28
-"""Of a rank's evaluated images in memory that are looked at: a quarter of a second of work."""
+"""Evaluation images in memory that a rank compares, and their bytes: a quarter of a second of work."""
 MOST_FILES, MOST_TRAINED_FILES = 64, 1024
-"""That are read of evaluated images and of training images, where their pixels are not in memory."""
+"""Evaluation files and training files that are read if their pixels are not in memory."""
 MOST_DECODED, MOST_TRAINED_DECODED = 64, 512
-"""That are decoded for it of images that have no files of their own to compare."""
-MOST_TWIN_BYTES = 2**31
-"""Of all ranks' training images in memory that are digested because their first pixels are equal: two seconds."""
-PIXELS_LOOKED_AT = 64
-"""Of each image, at first: they tell most images apart."""
+"""Evaluation images and training images that are decoded if there are no files to compare."""
+MOST_HASHED_BYTES = 2**31
+"""Bytes of training images, over all ranks, that are hashed because their first pixels are equal: two seconds."""
+PIXELS_PROBED = 64
+"""Pixels per image that are compared first; they distinguish most images."""
 
 Digests = dict[int, bytes]
-"""A sample's id -> a digest of all of its pixels, or of its file."""
-Doubles = dict[int, int]
-"""An evaluated sample's id -> the id of a training sample that is the same image."""
+"""Digest of all pixels or of the file, by sample id."""
+Duplicates = dict[int, int]
+"""Id of a training sample with the same image, by evaluated sample id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many evaluated images are training images too."""
+    """The evaluation images that are also training images."""
 
     found: int
-    looked_at: int
+    compared: int
     evaluated: int
-    """All evaluated images, of which some may not have been looked at."""
+    """Number of evaluation images, compared or not."""
     example: tuple[str, str]
-    """What messages call such an image, and the training image that it is."""
+    """Names of a duplicate and of its training image."""
 
     def describe(self) -> str:
-        """Return a note for the user."""
-        looked = f"{self.looked_at} looked at of " if self.looked_at < self.evaluated else ""
-        are = "is a training image" if self.found == 1 else "are training images"
+        """Return the log line."""
+        compared = f"{self.compared} compared of " if self.compared < self.evaluated else ""
+        are = "is" if self.found == 1 else "are"
         return (
-            f"of {looked}{plural(self.evaluated, 'image')} that accuracy is measured on, {self.found} {are} too, such "
-            f"as {self.example[0]} (in training: {self.example[1]}): the accuracy does not tell how new images fare"
+            f"of {compared}{plural(self.evaluated, 'evaluation image')}, {self.found} {are} also in the "
+            f"training set, such as {self.example[0]} = {self.example[1]}: the accuracy will be too high"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Training images that are the same picture and have different classes."""
+    """Equal training images with different classes."""
 
     found: int
-    looked_at: int
+    compared: int
     trained: int
-    """All training images, of which some may not have been looked at."""
+    """Number of training images, compared or not."""
     example: tuple[str, str]
-    """What messages call two such images."""
+    """Names of two such images."""
     classes: tuple[str, str]
-    """Theirs."""
+    """Classes of the two images."""
 
     def describe(self) -> str:
-        """Return a note for the user."""
-        looked = f"{self.looked_at} looked at of " if self.looked_at < self.trained else ""
+        """Return the log line."""
+        compared = f"{self.compared} compared of " if self.compared < self.trained else ""
         return (
-            f"of {looked}{plural(self.trained, 'training image')}, {self.found} have a twin in another class, such as "
+            f"of {compared}{plural(self.trained, 'training image')}, {self.found} have a duplicate in "
+            f"another class, such as "
             f"{self.example[0]} ({self.classes[0]}) and {self.example[1]} ({self.classes[1]}): one of the labels is "
             "wrong; remove one of each"
         )
 
 
-def twins_in(digests: Digests, labels: Sequence[int]) -> list[int]:
-    """Return the samples, ascending, whose digest another sample of another class has; `labels` are by sample."""
+def conflicts_in(digests: Digests, labels: Sequence[int]) -> list[int]:
+    """Return the samples with the digest of a sample of another class, ascending; `labels` are by sample."""
     classes: dict[bytes, set[int]] = {}
     for sample, digest in digests.items():
         classes.setdefault(digest, set()).add(labels[sample])
     return sorted(sample for sample, digest in digests.items() if len(classes[digest]) > 1)
 
 
-def looked_at(pixels: MemoryPixels, ids: Ids) -> Ids:
-    """Return which evaluated images in memory are compared; of many or large ones, some are left out."""
+def images_to_compare(pixels: MemoryPixels, ids: Ids) -> Ids:
+    """Return the evaluated images in memory to compare, a subset of many or large ones."""
     return evenly(ids, max(1, min(MOST_IMAGES, MOST_BYTES // pixels.bytes_each)))
 
 
-def match(evaluated: Digests, trained: Digests) -> Doubles:
-    """Return the evaluated samples of which a training sample has the digest."""
+def match(evaluated: Digests, trained: Digests) -> Duplicates:
+    """Return the evaluated samples with the digest of a training sample."""
     known = {digest: sample for sample, digest in reversed(trained.items())}
     return {sample: known[digest] for sample, digest in evaluated.items() if digest in known}
 
 
 def first_pixels(pixels: MemoryPixels, ids: Ids) -> NDArray[np.bytes_]:
-    """Return (images,) a few pixels of each image in memory: only images that agree in them are digested."""
-    places = np.random.default_rng(0).integers(0, pixels.bytes_each, PIXELS_LOOKED_AT)
-    return np.ascontiguousarray(pixels.at(ids, places)).view(f"S{PIXELS_LOOKED_AT}")[:, 0]
+    """Return a few pixels of each image in memory, (images,); only images with equal first pixels are hashed."""
+    places = np.random.default_rng(0).integers(0, pixels.bytes_each, PIXELS_PROBED)
+    return np.ascontiguousarray(pixels.at(ids, places)).view(f"S{PIXELS_PROBED}")[:, 0]
 
 
 def digests_in_memory(pixels: MemoryPixels, ids: Ids) -> Digests:
@@ -119,7 +120,7 @@ def digests_in_memory(pixels: MemoryPixels, ids: Ids) -> Digests:
 
 
 def keys_of(first: NDArray[np.bytes_]) -> NDArray[np.uint64]:
-    """Return (images,) a number for each image's first pixels: equal for equal ones, and seldom for others."""
+    """Return a hash of each image's first pixels, (images,)."""
     words = np.ascontiguousarray(first).view(np.uint8).reshape(len(first), -1, 8).view(np.uint64)[..., 0]
     odd = np.random.default_rng(1).integers(0, 2**63, words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     found: NDArray[np.uint64] = (words * odd).sum(1, dtype=np.uint64)
@@ -127,7 +128,7 @@ def keys_of(first: NDArray[np.bytes_]) -> NDArray[np.uint64]:
 
 
 def files_of_equal_size(trained: FileSource, ids: Ids) -> Ids:
-    """Return training samples whose files may be the same as another's by their sizes; a few, whole sizes at a time."""
+    """Return training samples whose file has the same size as another one: a few, with all files of a size."""
     sizes = trained.num_bytes[ids]
     order = np.argsort(sizes, kind="stable")
     _, places, counts = np.unique(sizes[order], return_index=True, return_counts=True)
@@ -139,25 +140,25 @@ def files_of_equal_size(trained: FileSource, ids: Ids) -> Ids:
 
 
 def files_to_compare(evaluated: FileSource, ids: Ids, trained: FileSource, trained_ids: Ids) -> tuple[Ids, Ids]:
-    """Return evaluated samples, and training samples whose files may be the same by their sizes; a few of each."""
+    """Return a few evaluated samples and a few training samples with files of equal sizes."""
     chosen = evenly(ids, MOST_FILES)
     same_size = np.isin(trained.num_bytes[trained_ids], evaluated.num_bytes[chosen])
     return chosen, evenly(trained_ids[same_size], MOST_TRAINED_FILES)
 
 
 def digests_of_files(source: FileSource, ids: Ids) -> Digests:
-    """Return digests of files; those that cannot be read have none: whoever loads the pixels tells of them."""
+    """Return digests of the readable files; loading the pixels reports the others."""
     found = {}
     for sample in ids.tolist():
-        # An empty one may be a pipe, which would be waited for.
+        # An empty file may be a pipe, and reading it would block.
         if source.num_bytes[sample]:
             with suppress(OSError), open(os.path.join(source.root, source.paths[sample]), "rb") as file:
                 found[sample] = hashlib.blake2b(file.read(), digest_size=16).digest()
     return found
 
 
-def doubles_by_origin(evaluated: DatasetSource, ids: Ids, trained: DatasetSource, trained_ids: Ids) -> Doubles:
-    """Return which samples are the same item of one data set behind both, as where that was divided by mistake."""
+def duplicates_by_origin(evaluated: DatasetSource, ids: Ids, trained: DatasetSource, trained_ids: Ids) -> Duplicates:
+    """Return the samples that come from the same item of one underlying dataset, as after a wrong split."""
     (tested, rows), (known, trained_rows) = _behind(evaluated.dataset), _behind(trained.dataset)
     paths, trained_paths = (getattr(each, "samples", None) for each in (tested, known))
     places: list[Any]
@@ -165,19 +166,19 @@ def doubles_by_origin(evaluated: DatasetSource, ids: Ids, trained: DatasetSource
     if tested is known:
         places, trained_places = list(rows), list(trained_rows)
     elif isinstance(paths, Sequence) and isinstance(trained_paths, Sequence):
-        # Two objects over one folder, such as one with and one without random draws.
+        # Two objects over one folder, such as one with and one without random augmentation.
         places = [_path_in(paths, row) for row in rows]
         trained_places = [_path_in(trained_paths, row) for row in trained_rows]
     else:
         return {}
     held = {place: sample for sample in reversed(trained_ids.tolist()) if (place := trained_places[sample]) is not None}
-    doubles = {sample: held[place] for sample in ids.tolist() if (place := places[sample]) in held}
-    # Text that names no file may be no path.
-    return {i: double for i, double in doubles.items() if tested is known or os.path.exists(places[i])}
+    duplicates = {sample: held[place] for sample in ids.tolist() if (place := places[sample]) in held}
+    # A text may be something other than a path.
+    return {i: duplicate for i, duplicate in duplicates.items() if tested is known or os.path.exists(places[i])}
 
 
 def _behind(dataset: Any) -> tuple[Any, Sequence[int]]:
-    """Return the data set of which one is a part, and the row there of each sample."""
+    """Return the dataset behind a subset, and each sample's row in it."""
     rows: Sequence[int] = range(len(dataset))
     while isinstance(dataset, Subset):
         indices = dataset.indices
@@ -186,20 +187,20 @@ def _behind(dataset: Any) -> tuple[Any, Sequence[int]]:
 
 
 def _path_in(samples: Sequence[Any], row: int) -> Any:
-    """Return the path of a sample in a list such as that of a data set of folders, None where it has none."""
+    """Return the path of a sample in a list like that of an ImageFolder; None if it has none."""
     entry = samples[row] if row < len(samples) else None
     path = entry[0] if isinstance(entry, tuple) and entry else entry
     return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
 
 
 def samples_to_decode(ids: Ids, trained_ids: Ids) -> tuple[Ids, Ids]:
-    """Return a few evaluated samples, and of the training samples those of the same numbers and a few others."""
+    """Return a few evaluated samples, and the training samples with the same ids and a few others."""
     chosen = evenly(ids, MOST_DECODED)
     return chosen, np.union1d(np.intersect1d(chosen, trained_ids), evenly(trained_ids, MOST_TRAINED_DECODED))
 
 
 def digests_of_decoded(image_set: ImageSet, ids: Ids) -> Digests:
-    """Return digests of decoded images; of those that cannot be decoded whoever loads the pixels tells."""
+    """Return digests of decoded images, without broken ones; loading the pixels reports these."""
     found = {}
     for sample in ids.tolist():
         with suppress(RefusedError):

@@ -1,4 +1,4 @@
-"""Data sets of the user's own: what a function makes, as images with labels, and what is broken in it."""
+"""Custom datasets: the images and labels that a user's function returns, and its broken samples."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ PROBES = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DatasetSource:
-    """The images of a map-style Dataset, asked for one at a time: nothing says that it may be read by two threads."""
+    """The images of a map-style Dataset, read one at a time: it may not be thread-safe."""
 
     name: str
     dataset: Any
     image_shape: tuple[int, int, int]
-    """(C, H, W) of every decoded image."""
+    """Shape of a decoded image, (C, H, W)."""
     side: int | None
-    """Every image is made to fit a square of this side; None accepts images of `image_shape` only."""
+    """Side of the square that images are fitted to, in pixels; None accepts images of `image_shape` only."""
     reading: Reading = USUAL
     oblong: bool = True
-    """Whether any of the images that were looked at is not square."""
+    """Whether a probed image is not square."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image.
 
-        Raises RefusedError where the data set fails, or gives no image, UsageError where the image has another size
-        than the others and no --image-size was given.
+        Raises:
+            RefusedError: the dataset fails or returns no image.
+            UsageError: the image has another size than the others, without --image-size.
         """
         with self._lock:
             rgb = picture(self.name, self.dataset, row, reading=self.reading)
@@ -68,19 +69,19 @@ class DatasetSource:
         return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, reading=self.reading, place=place)
 
     def identity(self, *, local: bool) -> str:
-        """Return a digest of the code, of `PROBES` images that lie evenly in the set, and of its `version`.
+        """Return a digest of the code, of `PROBES` evenly spaced images, and of the dataset's `version`.
 
-        For rows of a cache (`local`) it is another under each reading, where the set gives PIL images: any of them may
-        be one that is read otherwise.
+        With `local`, for cache rows, it depends on the reading if the dataset returns PIL images: the reading may
+        change any of them.
         """
-        # A data set on disk may be moved.
+        # A dataset on disk may be moved.
         name = HF if self.name.startswith(HF) else self.name
         code = code_sha256("data", name) if is_named_code(name) else ""
         digest = hashlib.sha256(f"{name} {code} {self.image_shape} {self.side}".encode())
         digest.update(f"{len(self.dataset)} {getattr(self.dataset, 'version', '')}".encode())
         pictures = False
         for row in probes(self.dataset):
-            # Whoever loads the pixels tells of all broken images together.
+            # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
                 digest.update(self.decode(row).tobytes())
                 pictures |= isinstance(sample(self.name, self.dataset, row)[0], Image.Image)
@@ -96,15 +97,15 @@ class DatasetSource:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSplit:
-    """One split of a data set of the user's own."""
+    """One split of a custom dataset."""
 
     source: DatasetSource
     kind: str
-    """What labels are, see `tasks.TASKS`."""
+    """The kind of labels, a key of `tasks.TASKS`."""
     labels: Tensor
-    """(N,) int64, or (N, outputs) float32."""
+    """Labels, (N,) int64 or (N, outputs) float32."""
     broken: Mapping[int, str]
-    """Samples that cannot be read, and why; their labels mean nothing."""
+    """Unreadable samples with the reasons; their labels are placeholders."""
     classes: tuple[str, ...] | None
     flips: bool
     notes: list[str]
@@ -123,26 +124,26 @@ def open_own(
 ) -> dict[str, OwnSplit]:
     """Return the splits `train` and `test` that the function `name` makes, with images of `one_shape`.
 
-    `task` is a key of `tasks.TASKS`, or auto: the data set's own word (`task`), else as its training labels look. Data
-    sets that are `made` already are taken as they are. `side_if_unequal` stands for `image_size` where that is None and
-    images differ in size.
+    `task` is a key of `tasks.TASKS`, or auto: the dataset's attribute `task`, else inferred from its training labels.
+    `made` holds datasets that exist already. `side_if_unequal` replaces an `image_size` of None if images differ in
+    size.
 
     Raises:
         UsageError: there is no such function, or it fails; or images differ in size and `image_size` is None.
-        RefusedError: what it makes is no data set of images with labels.
-        BrokenImagesError: samples cannot be read, and `skip_bad` does not leave them out; names them all.
+        RefusedError: the function does not return a dataset of images with labels.
+        BrokenImagesError: samples are unreadable, and `skip_bad` is False; names them all.
     """
     if made is None:
         made = {split: make(name, directory, split) for split in ("train", "test")}
     given = getattr(made["train"], "task", "auto") if task == "auto" else task
     if given != "auto" and given not in TASKS:
-        raise RefusedError(f"--data ({name}): the data set's task ({given}) must be one of {', '.join(TASKS)}")
+        raise RefusedError(f"--data ({name}): the dataset's task ({given}) must be one of {', '.join(TASKS)}")
     said = {split: labels_of(name, dataset) for split, dataset in made.items()}
     kind = kind_of(said["train"][0]) if given == "auto" else given
     labels = {split: (tensor_of(name, split, *found, kind=kind), found[1]) for split, found in said.items()}
     if len({found.shape[1:] for found, _ in labels.values()}) > 1:
         lengths = " and ".join(f"{found.shape[1]} entries in {split}" for split, (found, _) in labels.items())
-        raise RefusedError(f"--data ({name}): labels have {lengths}, and must have equally many in both")
+        raise RefusedError(f"--data ({name}): labels have {lengths}; both splits must have the same number")
     broken = [reason for _, reasons in labels.values() for reason in reasons.values()]
     if broken and not skip_bad:
         raise BrokenImagesError(broken)
@@ -173,7 +174,7 @@ def open_own(
             notes=[
                 *(cut if split == "train" else []),
                 *(
-                    f"of {plural(len(probes(dataset)), f'{split} image')} looked at, {n} {what}"
+                    f"of {plural(len(probes(dataset)), f'{split} image')} probed, {n} {what}"
                     for what, n in looks[split][1]
                 ),
             ],
@@ -183,12 +184,12 @@ def open_own(
 
 
 def note_on_unequal(side: int | None) -> str:
-    """Return a note on images that were brought to squares because they differ in size."""
-    return f"images differ in size: squares of {side} pixels; --image-size gives another side"
+    """Return a log line on images that are resized to squares because they differ in size."""
+    return f"images differ in size: resizing to {side}x{side} pixels; use --image-size for another side"
 
 
 def make(name: str, directory: str | None, split: str) -> Any:
-    """Return the data set that a function makes; see `open_own`."""
+    """Return the dataset that a function makes; see `open_own`."""
     allow_large_images()
     dataset = call("data", name, split=split, **({} if directory is None else {"data_dir": directory}))
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or len(dataset) == 0:
@@ -197,7 +198,7 @@ def make(name: str, directory: str | None, split: str) -> Any:
 
 
 def probes(dataset: Any) -> list[int]:
-    """Return the rows of at most `PROBES` samples that lie evenly in a data set."""
+    """Return the rows of at most `PROBES` evenly spaced samples."""
     rows: list[int] = evenly(np.arange(len(dataset)), PROBES).tolist()
     return rows
 
@@ -205,12 +206,12 @@ def probes(dataset: Any) -> list[int]:
 def look(
     name: str, dataset: Any, counts: Sizes, *, reading: Reading
 ) -> tuple[dict[tuple[int, int], str], list[tuple[str, int]]]:
-    """Return the distinct (height, width) of `probes`, each with one of them, and what is special in how many.
+    """Return the distinct (height, width) of `probes`, each with an example, and counts of special conversions.
 
-    Adds to `counts` how many have which size.
+    Adds the number of images of each size to `counts`. Skips unreadable samples: loading the pixels reports them all.
 
-    Samples that cannot be read say nothing here: whoever loads the pixels tells of all of them. Raises RefusedError
-    where that is all.
+    Raises:
+        RefusedError: all probed samples are unreadable.
     """
     sizes: dict[tuple[int, int], str] = {}
     special: Counter[str] = Counter()
@@ -231,9 +232,10 @@ Label = int | float | list[float]
 
 
 def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, str]]:
-    """Return every sample's label, and the samples that cannot be read for theirs, and why; their label is None.
+    """Return the label of each sample, and the unreadable samples with the reasons; their label is None.
 
-    Raises RefusedError where a label is neither a number nor a list of numbers.
+    Raises:
+        RefusedError: a label is neither a number nor a list of numbers.
     """
     targets = getattr(dataset, "targets", None)
     known = targets if targets is not None and len(targets) == len(dataset) else None
@@ -262,7 +264,7 @@ def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, st
 
 
 def kind_of(labels: Sequence[Label | None]) -> str:
-    """Return what labels look like: lists of 0 and 1, other lists and fractions, or whole numbers, which are classes.
+    """Return the inferred task: labels for lists of 0 and 1, numbers for other lists and fractions, else classes.
 
     Lists of one number are numbers.
     """
@@ -273,7 +275,7 @@ def kind_of(labels: Sequence[Label | None]) -> str:
 
 
 def tensor_of(name: str, split: str, labels: Sequence[Label | None], broken: Mapping[int, str], *, kind: str) -> Tensor:
-    """Return labels as the task `kind` has them, 0 for broken samples. Raises RefusedError where one does not fit."""
+    """Return labels as a tensor of the task `kind`, 0 for broken samples. Raises RefusedError for an invalid label."""
     rows = [each if isinstance(each, list) else [each] for each in labels if each is not None]
     width = 1 if kind == "classes" else max(map(len, rows), default=1)
     wanted, right = {
@@ -286,8 +288,8 @@ def tensor_of(name: str, split: str, labels: Sequence[Label | None], broken: Map
         entries = [0.0] * width if label is None else label if isinstance(label, list) else [label]
         if len(entries) != width or not all(map(right, entries)):
             raise RefusedError(
-                f"--data ({name}): the label of sample {row} of {split} ({label!r}) must be {wanted}, as --task {kind} "
-                "has it; mend it, or name another --task"
+                f"--data ({name}): the label of sample {row} of {split} ({label!r}) must be {wanted} "
+                f"with --task {kind}; correct it or choose another --task"
             )
         whole.append(entries)
     if kind == "classes":
@@ -299,8 +301,8 @@ def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
     """Return the image and the label of a sample, which is a pair or a dictionary.
 
     Raises:
-        RefusedError: the data set fails, or gives nothing.
-        UsageError: it gives something else, as it probably does for all samples.
+        RefusedError: the dataset fails or returns nothing.
+        UsageError: it returns something else, probably for all samples.
     """
     place = f"--data ({name}): sample {row}"
     try:
@@ -311,7 +313,7 @@ def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
         raise
     except Image.DecompressionBombError as error:
         raise too_large(place, error) from error
-    except Exception as error:  # the user's data set may fail in any way
+    except Exception as error:  # the user's dataset may fail in any way
         raise RefusedError(f"{place} cannot be read as (image, label): {told(error)}") from error
     if isinstance(found, Mapping):
         image, label = ([key for key in keys if key in found] for keys in (IMAGE_KEYS, LABEL_KEYS))
@@ -325,36 +327,37 @@ def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:
         image, label = found[:2]
     except Exception as error:
         raise UsageError(
-            f"{place} cannot be read as (image, label): {type(error).__name__}: {error}; it is of type "
-            f"{type(found).__name__}, and must be a pair, or a dictionary with image and label"
+            f"{place} cannot be read as (image, label): {type(error).__name__}: {error}; it is a "
+            f"{type(found).__name__}, and must be a pair or a dictionary with image and label"
         ) from error
     return image, label
 
 
 IMAGE_KEYS = ("image", "img", "picture", "pixels", "pixel_values")
 LABEL_KEYS = ("label", "labels", "target", "class", "class_id", "y")
-"""Of samples that are dictionaries."""
+"""Keys of samples that are dictionaries."""
 
 
 def picture(
     name: str, dataset: Any, row: int, *, reading: Reading = USUAL, special: Counter[str] | None = None
 ) -> Image.Image:
-    """Return a sample's image in RGB; count in `special` what is special in how it becomes that.
+    """Return a sample's image in RGB, and count special conversions in `special`.
 
-    Raises RefusedError where it is none, is damaged, or its numbers have no known range.
+    Raises:
+        RefusedError: it is not an image, is damaged, or its numbers have no known range.
     """
     image = sample(name, dataset, row)[0]
     try:
         if isinstance(image, Tensor) and image.is_floating_point():
             if not (float(image.min()) >= 0 and float(image.max()) <= 1):
-                raise ValueError("its numbers are not in 0..1; give images that are not normalised yet")
+                raise ValueError("its numbers are not in 0..1; return images before normalisation")
             image = image.mul(255).round().to(torch.uint8)
         if not isinstance(image, Image.Image):
             return to_rgb(picture_of(image), reading=reading)
         if special is not None and reading.version > 1:
             special.update(oddities(image, turn_of))
         return to_rgb(image, reading=reading)
-    # Pillow may decode a file as late as here, and raises errors of many kinds on a damaged one.
+    # Pillow may decode the file only here, and raises errors of many kinds on a damaged one.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RefusedError(f"--data ({name}): the image of sample {row} cannot be used: {reason}") from error

@@ -1,4 +1,4 @@
-"""Which samples each rank owns, and in which order it meets them: pure functions of their arguments."""
+"""Sharding: the samples of each rank and their order, as pure functions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
+from hvfreeze.data.settings import parse_dirichlet
 from hvfreeze.errors import UsageError
+from hvfreeze.rules import number_list, one_of, rule
 from hvfreeze.wording import plural
 
 Ids = NDArray[np.int64]
@@ -17,7 +18,7 @@ Bits = NDArray[np.uint64]
 
 
 def evenly(ids: Ids, most: int) -> Ids:
-    """Return at most `most` of the samples, which lie evenly."""
+    """Return at most `most` of the samples, evenly spaced."""
     return ids if len(ids) <= most else ids[np.linspace(0, len(ids) - 1, most).astype(np.int64)]
 
 
@@ -41,7 +42,7 @@ def draw(purpose: str, *words: int | Ids) -> Bits:
     """Return 64 random bits for every row of the broadcast words (splitmix64, one round a word).
 
     Args:
-        purpose: At most eight ASCII letters that keep the draws of one use apart from those of another.
+        purpose: At most eight ASCII letters that make the draws of each use independent.
         words: Integers, or int64 arrays of one common shape (B,).
 
     Returns:
@@ -64,18 +65,18 @@ def two_below(bits: Bits, limit: int) -> tuple[Ids, Ids]:
 
 
 def shuffled(ids: Ids, purpose: str, *words: int) -> Ids:
-    """Return the distinct `ids` in the order of their own draws, so that adding an id moves no other one."""
+    """Return the distinct `ids` in random order; adding an id does not change the order of the others."""
     return ids[np.argsort(draw(purpose, *words, ids), kind="stable")]
 
 
-OWNERS = "a shard is a rank's, with --strategy grid a replica's, with shared-trunk that of all ranks"
+OWNERS = "there is one shard per rank, per replica with --strategy grid, and for all ranks together with shared-trunk"
 
 
 def apportion(weights: ArrayLike, total: int) -> Ids:
-    """Return which of the weights wins each of `total` seats, in order (Sainte-Lague's divisor rule).
+    """Apportion `total` seats to weights by Sainte-Lague's divisor rule; return the winner of each seat, in order.
 
-    Any range of the result holds every index close to its share, equal weights give 0, 1, ..., n-1, 0, 1, ...; integer
-    weights that sum to at least `total` win no more seats than they count.
+    Each range of the result holds every index close to its share; equal weights give 0, 1, ..., n-1, 0, 1, ...
+    Integer weights that sum to at least `total` never win more seats than their value.
 
     Returns:
         (total,) int64 indices into `weights`.
@@ -113,13 +114,13 @@ def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
     quotas = np.bincount(apportion(counts, count), minlength=len(counts))
     there = (counts > 0).astype(np.int64)
     if (quotas < there).any():
-        # A class too rare to win a seat: each class has one, and the others go by what is left of each.
+        # A class too rare to win a seat gets one, and the other seats are apportioned by the remaining samples.
         quotas = there + np.bincount(apportion(counts - there, count - classes), minlength=len(counts))
     return _take_per_class(labels, np.arange(total), quotas, "subset", seed)
 
 
 def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int) -> tuple[Ids, Ids]:
-    """Return the sorted ids that stay for training and those held out, `fraction` of every class.
+    """Return the sorted ids of training samples and of held-out samples, `fraction` of every class.
 
     Args:
         labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
@@ -155,10 +156,10 @@ def _shard_weights(shard_sizes: str | Sequence[float], size: int) -> NDArray[np.
 
 
 def _skewed_table(counts: Ids, sizes: Ids, *, alpha: float, seed: int) -> Ids:
-    """Return (C, R) samples of class c for rank r: rows sum to `counts`, columns to `sizes`, shares ~ Dirichlet."""
+    """Draw the samples per class and rank, (C, R): rows sum to `counts`, columns to `sizes`, shares ~ Dirichlet."""
     generator = np.random.default_rng(seed % 2**64)
     shares = generator.dirichlet(np.full(len(sizes), alpha), size=len(counts))
-    # Zero shares would leave no way to reach the sizes asked for.
+    # With zero shares the sizes could not be reached.
     table = np.maximum(shares, 1e-9) * np.maximum(counts, 1)[:, None]
     for _ in range(500):
         table *= sizes / table.sum(axis=0)
@@ -175,14 +176,14 @@ def _skewed_table(counts: Ids, sizes: Ids, *, alpha: float, seed: int) -> Ids:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlan:
-    """Who owns what for the whole run; the same on every rank."""
+    """The shards of all ranks for the whole run; the same on every rank."""
 
     shards: tuple[Ids, ...]
-    """Sorted sample ids that rank r may meet; with `global` all samples for every rank."""
+    """Sorted sample ids per rank; with `global` all samples for every rank."""
     batches_per_epoch: int
-    """Equal on all ranks: the number of whole batches of the smallest shard."""
+    """Whole batches of the smallest shard; the same on all ranks."""
     batch_size: int
-    """Samples per rank and batch."""
+    """Samples per batch and rank."""
     shuffle: str
     """`shard` or `global`."""
     seed: int
@@ -190,26 +191,26 @@ class ShardPlan:
 
     @property
     def replicas(self) -> int:
-        """Those that have a shard each."""
+        """Number of shards, one per replica."""
         return len(self.shards)
 
     @property
     def samples(self) -> int:
-        """Of all ranks, each counted once."""
+        """Ids of all ranks' samples, each once."""
         return len(self.shards[0]) if self.shuffle == "global" else sum(map(len, self.shards))
 
     @property
     def mixes(self) -> bool:
-        """Whether ranks meet each other's samples."""
+        """Whether ranks exchange samples between epochs."""
         return self.shuffle == "global" and self.replicas > 1
 
     def owned(self, rank: int) -> Ids:
-        """Return the samples that `rank` is to store, if any: every sample in exactly one rank."""
-        # Dealt anew in every epoch, all samples are in every shard.
+        """Return the samples that `rank` stores. Each sample belongs to exactly one rank."""
+        # With `global`, all samples are in every shard.
         return self.shards[rank][rank :: self.replicas] if self.shuffle == "global" else self.shards[rank]
 
     def epoch_order(self, epoch: int, rank: int) -> Ids:
-        """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id is met twice in an epoch.
+        """Return (batches_per_epoch, batch_size) int64 sample ids, row s for batch s; no id repeats within an epoch.
 
         With `global`, batch s of all ranks together covers the same samples for every size of an equal total batch.
         """
@@ -222,13 +223,16 @@ class ShardPlan:
         return np.ascontiguousarray(dealt.reshape(self.batches_per_epoch, size, self.batch_size)[:, rank])
 
     def in_batches(self, size: int) -> ShardPlan:
-        """Return the plan of the same owners in batches of `size` samples, at most as many as now."""
+        """Return the plan with the same owners and batches of `size` samples, at most the current size."""
         return replace(self, batch_size=size, batches_per_epoch=self.batches_per_epoch * self.batch_size // size)
 
     def without(self, left_out: NDArray[np.bool_]) -> ShardPlan:
-        """Return the plan of the same owners without some samples; (samples,) tells for each id whether it goes.
+        """Return the plan with the same owners and without some samples.
 
-        Raises UsageError where what is left of the smallest shard fills no batch.
+        `left_out` is a mask of sample ids, (samples,).
+
+        Raises:
+            UsageError: the smallest remaining shard fills no batch.
         """
         shards = tuple(shard[~left_out[shard]] for shard in self.shards)
         shared = self.shuffle == "global"
@@ -259,7 +263,7 @@ def plan_shards(
     partition: str = "iid",
     shard_sizes: str | Sequence[float] = "equal",
 ) -> ShardPlan:
-    """Return the plan by which `size` ranks share the samples `ids`, each sample owned by exactly one rank.
+    """Divide the samples `ids` among `size` ranks; each sample belongs to exactly one rank.
 
     Args:
         labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
@@ -267,9 +271,9 @@ def plan_shards(
         size: Number of ranks.
         batch_size: Samples per rank and step.
         seed: The data seed.
-        shuffle: `shard`: shards fixed for the run, class-balanced unless skewed. `global`: dealt anew every epoch.
+        shuffle: `shard`: shards fixed for the run, class-balanced unless skewed. `global`: divided again every epoch.
         partition: `iid`, or `dirichlet:A`: every class is divided among the ranks by Dirichlet(A) shares, scaled so
-            that the shard sizes hold; a small A makes ranks see few classes.
+            that the shard sizes hold; with a small A, ranks see few classes.
         shard_sizes: `equal`, or one relative size per rank, as numbers or as text with commas.
 
     Raises:
@@ -279,7 +283,7 @@ def plan_shards(
     weights = _shard_weights(shard_sizes, size)
     one_of("shuffle", shuffle, ("shard", "global"))
     alike = alpha is None and shard_sizes == "equal"
-    remedy = "it deals all samples anew every epoch, so the ranks' shards cannot differ"
+    remedy = "which divides all samples again every epoch, so shards cannot differ"
     rule(shuffle == "shard" or alike, "shuffle", shuffle, "shard with --partition dirichlet or --shard-sizes", remedy)
     rule(batch_size >= 1, "batch-size", batch_size, "at least 1")
     if len(ids) < size:

@@ -1,4 +1,4 @@
-"""Folders that are splits of a data set, however it spells them: train, Training, val2017, seg_test, 01_validation."""
+"""Folder names of dataset splits in all spellings: train, Training, val2017, seg_test, 01_validation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SPELLINGS = {
     "val": ("val", "valid", "validation", "validate", "vld", "dev"),
     "test": ("test", "testing", "tst", "eval", "evaluation", "holdout"),
 }
-"""Words that name a split. The first one wins where several folders do, such as test and eval."""
+"""Names of each split, by priority: of test and eval, test is the test set."""
 EXTRA = ("data", "dataset", "folder", "image", "images", "img", "imgs", "set", "sets", "split")
-"""Words that say nothing about which split it is, alone or at the end of another: Train Images, testset."""
+"""Words without meaning for the split, alone or as a suffix: Train Images, testset."""
 _SPLIT_OF = {word: split for split, words in SPELLINGS.items() for word in words}
 _COMPOUND = re.compile(rf"({'|'.join(_SPLIT_OF)})({'|'.join(EXTRA)})")
 
 
 def split_of(name: str) -> tuple[str, str] | None:
-    """Return the split that a folder's name tells, and the rest of the name; None where it tells none.
+    """Return the split in a folder's name and the rest of the name; None if it names no split.
 
-    Digits and `EXTRA` belong to no rest: 01_train, train2017 and TrainSet are train with an empty rest.
+    The rest has no digits and no `EXTRA`: 01_train, train2017 and TrainSet are train with an empty rest.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+", name)]
     words = [found[1] if (found := _COMPOUND.fullmatch(word)) else word for word in words]
@@ -34,15 +34,15 @@ def split_of(name: str) -> tuple[str, str] | None:
 
 
 def find_split_folders(root: object, names: Sequence[str], holds_images: Callable[[str], bool]) -> dict[str, str]:
-    """Return which of the folders `names` in `root` are its splits, by split; none where these are classes.
+    """Return the split folders among `names` in `root`, by split; empty if the folders are classes.
 
-    Several splits have equal rests: seg_train goes with seg_test, but train_station and test_tube are two classes. A
-    lone one has no rest, and no images outside of class folders: else it is a class, such as a vehicle.
+    Splits must have equal rests: seg_train matches seg_test, but train_station and test_tube are two classes. A single
+    split has no rest and no images outside class folders; else it is a class, such as trains.
 
     Args:
-        root: what messages call it.
-        names: of all folders in it.
-        holds_images: tells whether images lie right in a folder.
+        root: the folder, for messages.
+        names: names of all folders in `root`.
+        holds_images: returns True if images are directly in a folder.
 
     Raises:
         RefusedError: several folders name the same split.

@@ -1,4 +1,4 @@
-"""Tables as files: CSV and TSV by Python's library, Parquet by pyarrow; every cell is text, and has a place."""
+"""Read table files: CSV and TSV with Python's library, Parquet with pyarrow. Every cell is text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvfreeze.errors import RefusedError, UsageError
 MOST_BYTES = 2**30
 PARQUET = ".parquet"
 MOST_SHOWN = 80
-"""Characters of a line."""
+"""Characters of a cell or line that a message shows."""
 MOST_COLUMNS = 12
-"""Columns that a message names."""
+"""Number of columns that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,23 +27,23 @@ class Table:
 
     path: Path
     names: tuple[str, ...]
-    """The column names, as they are written."""
+    """Column names as written."""
     column: Callable[[str], list[str]]
-    """Name -> the cells of a column, stripped; empty where there is nothing."""
+    """Returns the stripped cells of a column; a missing cell is empty."""
     lines: Sequence[int]
-    """Of each row, the line on which it ends, or its number from 1."""
+    """The last line of each row, or its number from 1."""
     unit: str = "line"
-    """What these numbers count."""
+    """Unit of `lines`: line or row."""
 
     def place(self, row: int, column: str) -> str:
-        """Return what a message calls a cell."""
+        """Return the name of a cell in messages."""
         return f"{self.path}, {self.unit} {self.lines[row]}, column {column}"
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def names_in_words(self) -> str:
-        """Return the column names for a message."""
+        """Return the column names for messages."""
         more = len(self.names) - MOST_COLUMNS
         return ", ".join(self.names[:MOST_COLUMNS]) + (f" and {more} more" if more > 0 else "")
 
@@ -52,8 +52,8 @@ def read_table(path: Path) -> Table:
     """Return the table in a file.
 
     Raises:
-        RefusedError: it is missing, unreadable or damaged, has no rows, or a row has another number of fields.
-        UsageError: it is Parquet, and pyarrow is not installed.
+        RefusedError: the file is missing, unreadable or damaged, has no rows, or a row has another number of fields.
+        UsageError: the file is Parquet, and pyarrow is not installed.
     """
     if not path.exists():
         raise RefusedError(f"table {path} does not exist; name a CSV, TSV or Parquet file with --data")
@@ -61,7 +61,7 @@ def read_table(path: Path) -> Table:
 
 
 def read_text(path: Path) -> Table:
-    """Return the table in a CSV or TSV file, whose first line names the columns; empty lines are left out."""
+    """Return the table in a CSV or TSV file. The first line names the columns; empty lines are skipped."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -73,7 +73,7 @@ def read_text(path: Path) -> Table:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise RefusedError(f"table {path}, line {line}: no UTF-8 text ({error.reason}); save it as UTF-8") from error
+        raise RefusedError(f"table {path}, line {line}: not UTF-8 text ({error.reason}); save it as UTF-8") from error
     first = text.partition("\n")[0]
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ";" if ";" in first and "," not in first else ","
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -84,22 +84,22 @@ def read_text(path: Path) -> Table:
                 rows.append([cell.strip() for cell in row])
                 lines.append(reader.line_num)
     except csv.Error as error:
-        raise RefusedError(f"table {path}, line {reader.line_num}: {error}; mend the line") from error
+        raise RefusedError(f"table {path}, line {reader.line_num}: {error}; correct the line") from error
     if len(rows) < 2:
-        raise RefusedError(f"table {path} has no rows; it needs a line of column names and a line for each image")
+        raise RefusedError(f"table {path} has no rows; it needs a line of column names and a line per image")
     names = rows[0]
     for row, line in zip(rows[1:], lines[1:]):
         if len(row) != len(names):
             raise RefusedError(
-                f"table {path}, line {line}: {len(row)} fields, and the first line names {len(names)} columns; mend it "
-                f"or put fields that contain {delimiter!r} in quotes"
+                f"table {path}, line {line}: {len(row)} fields, and the first line names {len(names)} "
+                f"columns; correct it or quote fields that contain {delimiter!r}"
             )
     columns = dict(zip(reversed(names), reversed(list(zip(*rows[1:])))))
     return Table(path=path, names=tuple(names), column=lambda name: list(columns[name]), lines=lines[1:])
 
 
 def read_parquet(path: Path) -> Table:
-    """Return the table in a Parquet file; a column is read when it is asked for."""
+    """Return the table in a Parquet file; columns are read on demand."""
     parquet = pyarrow_parquet(f"table {path}")
     try:
         file = parquet.ParquetFile(path)
@@ -124,7 +124,7 @@ def read_parquet(path: Path) -> Table:
 
 
 def pyarrow_parquet(what: str) -> Any:
-    """Return pyarrow's module for Parquet. Raises UsageError, which begins with `what`, where it is not installed."""
+    """Return pyarrow's Parquet module. Raises UsageError, beginning with `what`, if pyarrow is not installed."""
     try:
         return import_module("pyarrow.parquet")
     except ImportError as error:
@@ -132,7 +132,7 @@ def pyarrow_parquet(what: str) -> Any:
 
 
 def text_of(cell: Any) -> str:
-    """Return a cell of a Parquet file as text; whole floats, as pandas writes integers with gaps, as integers."""
+    """Return a Parquet cell as text. Whole floats become integers: pandas stores integers with gaps as floats."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -143,5 +143,5 @@ def text_of(cell: Any) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line."""
+    """Return an error's text on one line."""
     return " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__

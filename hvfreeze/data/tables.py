@@ -1,4 +1,4 @@
-"""Labels from a table: which columns hold what, and the rows as samples of a training and a test set.
+"""Labels from a table: find its columns, and turn its rows into a training and a test set.
 
 image,label,split
 owls/1.jpg,owl,train
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.folders import Folders, Listing, first_few, folders_of, hold_out, looks_of, meant_by
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
@@ -42,37 +42,37 @@ IMAGE = (
 LABEL = ("label", "labels", "class", "class name", "class id", "category", "target", "y")
 SPLIT = ("split", "subset", "set", "partition")
 WEIGHT = ("weight", "weights", "sample weight")
-"""Names of columns, in small letters and with spaces."""
+"""Usual names of the columns, in lower case and with spaces."""
 NONE = "none"
-"""In the place of a split column's name: there is none."""
+"""Value of --split-column for a table without one."""
 MISSING = ("", "nan")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WHOLE = re.compile(r"(\d+)(?:\.0*)?")
 MOST_MISSING = 3
-"""Files that do not exist, which a message names."""
+"""Number of missing files that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What was said about a table; None is found by the names of its columns."""
+    """The columns of a table as given by the user; None is found by the usual names."""
 
     image: str | None = None
     label: str | None = None
-    """One column, or several as in CSV."""
+    """One column, or several separated by commas."""
     split: str | None = None
     delimiter: str | None = None
-    """Between the labels in one cell."""
+    """Delimiter of the labels in a cell."""
     test: str | None = None
-    """Another table, with the test samples."""
+    """Path of another table with the test samples."""
     task: str = "auto"
-    """See `tasks.TASKS`."""
+    """A key of `tasks.TASKS`, or auto."""
 
 
 USUAL_COLUMNS = Columns()
 
 
 def columns_of(data: DataConfig) -> Columns:
-    """Return what a run's settings say about its table."""
+    """Return the table columns of a run's settings."""
     return Columns(
         image=data.image_column,
         label=data.label_column,
@@ -84,14 +84,14 @@ def columns_of(data: DataConfig) -> Columns:
 
 
 class Chosen(NamedTuple):
-    """Which columns of a table hold what."""
+    """The chosen columns of a table."""
 
     image: str
     labels: tuple[str, ...]
     split: str | None
 
     def in_words(self) -> str:
-        """Return them for a note."""
+        """Return the columns for a log line."""
         split = f", splits from {self.split}" if self.split else ""
         return f"images from column {self.image}, labels from {first_few(self.labels)}{split}"
 
@@ -103,34 +103,34 @@ class Rows:
     table: Table
     chosen: Chosen
     numbers: list[int]
-    """Rows of the table."""
+    """Indices of the rows in the table."""
     paths: list[str]
-    """Of their images."""
+    """Paths of the rows' images."""
     cells: list[tuple[str, ...]]
-    """Their cells in the label columns."""
+    """The rows' cells in the label columns."""
 
     def place(self, row: int, column: int = 0) -> str:
-        """Return what a message calls a cell with a label."""
+        """Return the name of a label's cell in messages."""
         return self.table.place(self.numbers[row], self.chosen.labels[column])
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """How the cells with labels are read."""
+    """The format of the label cells."""
 
     kind: str
-    """A key of `tasks.TASKS`."""
+    """The task, a key of `tasks.TASKS`."""
     names: tuple[str, ...]
-    """Of classes, labels or numbers."""
+    """Names of the classes, labels or numbers."""
     delimiter: str | None = None
     known_to: str = "training rows"
-    """What has these names."""
+    """The origin of these names, for messages."""
 
     def of(self, rows: Rows) -> NDArray[np.generic]:
-        """Return the labels of rows, as `ImageSet.labels` has them.
+        """Return the labels of rows in the form of `ImageSet.labels`.
 
         Raises:
-            RefusedError: a cell is empty, or holds something else; names its place.
+            RefusedError: a cell is empty or invalid; names its place.
         """
         number = {name: place for place, name in enumerate(self.names)}
         if self.kind == "classes":
@@ -156,35 +156,35 @@ class Labels:
         return values
 
     def unknown(self, name: str) -> str:
-        """Return why a name is refused that is not among `names`."""
+        """Return the refusal of a name that is not among `names`."""
         alike = [each for each in self.names if looks_of(each) == looks_of(name)]
-        hint = f"write {alike[0]!r}" if alike else "add training rows, or take the row out"
+        hint = f"write {alike[0]!r}" if alike else "add training rows with it or remove the row"
         what = "class" if self.kind == "classes" else "label"
         return f"{what} {name!r} is unknown to the {self.known_to}; {hint}"
 
     def number_in(self, cell: str, place: str) -> float:
-        """Return the number in a cell, of several labels 0 or 1."""
+        """Return the number in a cell, 0 or 1 for several labels."""
         value = float(cell) if NUMBER.fullmatch(cell) else {"true": 1.0, "false": 0.0}.get(cell.lower(), math.nan)
         if not abs(value) <= torch.finfo(torch.float32).max:
             raise RefusedError(f"{place}: {cell!r} must be a {'number' if self.kind == 'numbers' else 'label, 0 or 1'}")
         if self.kind == "labels" and value not in (0, 1):
-            raise RefusedError(f"{place}: {cell!r} must be 0 or 1; pass --task numbers where labels are numbers")
+            raise RefusedError(f"{place}: {cell!r} must be 0 or 1; use --task numbers if labels are numbers")
         return value
 
 
 def list_table(path: Path, root: Path, columns: Columns) -> Folders:
-    """Return what there is in a table, whose images' paths are relative to `root`, by one look at each file.
+    """List the images and labels of a table, whose paths are relative to `root`, with one system call per file.
 
     Raises:
-        RefusedError: the table, a cell or an image is missing or cannot be used; names file, line and column.
-        UsageError: a column was named that is not there, or none is known for the images or the labels.
+        RefusedError: the table, a cell or an image is missing or invalid; names file, line and column.
+        UsageError: a named column is missing, or no column is known for the images or the labels.
     """
     table = read_table(path)
     chosen, split_rows = choose_columns(table, columns), dict[str, Rows]()
     notes = [f"{path.name}: {chosen.in_words()}", *notes_on_weights(table, chosen)]
     if columns.test is not None:
         if chosen.split is not None:
-            notes.append(f"column {chosen.split} is not used: --test-table has the test samples")
+            notes.append(f"column {chosen.split} is ignored: the test samples are in --test-table")
         other = read_table(Path(columns.test))
         known = Columns(image=columns.image, label=columns.label, split=NONE, task=columns.task)
         split_rows = {"train": rows_in(table, chosen), "test": rows_in(other, choose_columns(other, known))}
@@ -207,12 +207,12 @@ def list_table(path: Path, root: Path, columns: Columns) -> Folders:
     if labels.kind == "classes":
         tested = set(listings["test"].labels().tolist())
         absent = [name for number, name in enumerate(labels.names) if number not in tested]
-        notes += [f"no test row has class {first_few(absent)}: accuracy says nothing of it"] if absent else []
+        notes += [f"no test row has class {first_few(absent)}: accuracy does not cover it"] if absent else []
     return folders_of(root, listings, notes)
 
 
 def list_for_evaluation(path: Path, columns: Columns) -> Rows:
-    """Return the test rows of a table, all rows where no column tells the split; images beside the table."""
+    """Return the test rows of a table, or all rows without a split column; image paths are relative to the table."""
     table = read_table(path)
     chosen = choose_columns(table, columns)
     if chosen.split is None:
@@ -221,13 +221,13 @@ def list_for_evaluation(path: Path, columns: Columns) -> Rows:
 
 
 def images_in(path: Path, columns: Columns) -> list[Path]:
-    """Return the images that a table names, in its order; it need not have labels."""
+    """Return the images of a table in its order; labels are optional."""
     table = read_table(path)
     return [path.parent / cell for cell in table.column(column_for(table, "image", columns.image, IMAGE))]
 
 
 def choose_columns(table: Table, columns: Columns) -> Chosen:
-    """Return which columns hold what: those that were named, else by their usual names."""
+    """Return the chosen columns: the named ones, else those with usual names."""
     image = column_for(table, "image", columns.image, IMAGE)
     split = None
     if columns.split is None:
@@ -252,7 +252,7 @@ def choose_columns(table: Table, columns: Columns) -> Chosen:
 
 
 def column_for(table: Table, what: str, named: str | None, names: Sequence[str]) -> str:
-    """Return the column that was named, else the one with a usual name."""
+    """Return the named column, else the one with a usual name."""
     if named is not None:
         check_column(table, what, named)
         return named
@@ -267,16 +267,19 @@ def column_for(table: Table, what: str, named: str | None, names: Sequence[str])
 
 
 def notes_on_weights(table: Table, chosen: Chosen) -> list[str]:
-    """Return a note on columns that look like a weight for each sample, which have no effect."""
+    """Return log lines on columns that look like sample weights, which have no effect."""
     found = [name for name in usual(table, WEIGHT) if name not in (chosen.image, chosen.split, *chosen.labels)]
-    return [f"column {name} has no effect: samples of a class count alike; see --class-weights" for name in found]
+    return [
+        f"column {name} has no effect: all samples of a class have the same weight; see --class-weights"
+        for name in found
+    ]
 
 
 def check_column(table: Table, what: str, name: str) -> None:
-    """Raise UsageError where a table has no such column, or several."""
+    """Raise UsageError if a table has no such column, or several."""
     count = table.names.count(name)
     if count != 1:
-        why = "is no column" if count == 0 else f"is the name of {count} columns"
+        why = "is not a column" if count == 0 else f"is the name of {count} columns"
         raise UsageError(f"--{what}-column ({name}) {why} of {table.path}, which has {table.names_in_words()}")
 
 
@@ -286,7 +289,7 @@ def usual(table: Table, names: Sequence[str]) -> list[str]:
 
 
 def rows_in(table: Table, chosen: Chosen, numbers: Sequence[int] | None = None) -> Rows:
-    """Return rows of a table, all where `numbers` is None.
+    """Return the rows `numbers` of a table; None returns all.
 
     Raises:
         RefusedError: the path of an image is empty.
@@ -296,7 +299,7 @@ def rows_in(table: Table, chosen: Chosen, numbers: Sequence[int] | None = None) 
     cells = list(zip(*(table.column(name) for name in chosen.labels)))
     for row in own:
         if images[row].lower() in MISSING:
-            raise RefusedError(f"{table.place(row, chosen.image)}: no image; fill it in, or take the row out")
+            raise RefusedError(f"{table.place(row, chosen.image)}: no image; fill it in or remove the row")
     return Rows(table, chosen, own, [os.path.normpath(images[row]) for row in own], [cells[row] for row in own])
 
 
@@ -304,7 +307,7 @@ def by_split(table: Table, chosen: Chosen) -> tuple[dict[str, Rows], list[str]]:
     """Return the rows of the training and the test set, and notes.
 
     Raises:
-        RefusedError: a cell names no split, or there are no rows of one.
+        RefusedError: a cell is not a split, or a split has no rows.
     """
     assert chosen.split is not None
     numbers: dict[str, list[int]] = {"train": [], "val": [], "test": []}
@@ -316,28 +319,29 @@ def by_split(table: Table, chosen: Chosen) -> tuple[dict[str, Rows], list[str]]:
         split = known[cell]
         if split is None:
             raise RefusedError(
-                f"{table.place(row, chosen.split)}: {cell!r} must be train, val or test; --split-column {NONE} leaves "
-                "the column out"
+                f"{table.place(row, chosen.split)}: {cell!r} must be train, val or test; use "
+                f"--split-column {NONE} to ignore the column"
             )
         numbers[split].append(row)
     tested = "test" if numbers["test"] else "val"
     lacking = "training" if not numbers["train"] else "test" if not numbers[tested] else ""
     if lacking:
         raise RefusedError(
-            f"table {table.path}, column {chosen.split}: no {lacking} rows; --split-column {NONE} leaves the column out"
+            f"table {table.path}, column {chosen.split}: no {lacking} rows; use --split-column {NONE} "
+            f"to ignore the column"
         )
     notes = []
     if numbers["val"]:
         count = len(numbers["val"])
         serve = f"{plural(count, 'val row serves', 'val rows serve')} as the test set"
-        unused = f"{plural(count, 'val row is', 'val rows are')} not used: accuracy is on test"
+        unused = f"{plural(count, 'val row is', 'val rows are')} not used: accuracy is measured on test"
         notes.append(serve if tested == "val" else unused)
     parts = {"train": numbers["train"], "test": numbers[tested]}
     return {name: rows_in(table, chosen, own) for name, own in parts.items()}, notes
 
 
 def labels_in(rows: Rows, columns: Columns) -> Labels:
-    """Return how the labels of the training rows are read: as --task says, else as they look.
+    """Return the label format of the training rows: that of --task, else inferred from the cells.
 
     Raises:
         RefusedError: a cell is empty, or there are fewer than two classes.
@@ -375,7 +379,7 @@ def labels_in(rows: Rows, columns: Columns) -> Labels:
 
 
 def labels_for_model(rows: Rows, columns: Columns, kind: str, names: tuple[str, ...]) -> Labels:
-    """Return how the labels of rows are read for a model that answers `names`.
+    """Return the label format of rows for a model with outputs `names`.
 
     Raises:
         RefusedError: the columns are not the model's labels or numbers.
@@ -386,19 +390,19 @@ def labels_for_model(rows: Rows, columns: Columns, kind: str, names: tuple[str, 
     if kind == "labels" and len(chosen) == 1:
         return Labels(kind, names, columns.delimiter or ",", known_to="model")
     raise RefusedError(
-        f"table {rows.table.path} has labels in {first_few(chosen)}, and the model answers {first_few(names)}; give it "
-        "the columns that the run had"
+        f"table {rows.table.path} has labels in {first_few(chosen)}, and the model predicts "
+        f"{first_few(names)}; name the columns of its training run with --label-column"
     )
 
 
 def class_of(cell: str) -> str:
-    """Return the name of a class; a whole number is one without zeros behind the point."""
+    """Return the name of a class; whole numbers lose a trailing .0."""
     whole = WHOLE.fullmatch(cell)
     return whole[1] if whole else meant_by(cell)
 
 
 def order_of(name: str) -> tuple[int, int, bytes]:
-    """Return a key that sorts whole numbers by their value, before other names by their bytes."""
+    """Return a sort key: whole numbers by value, then other names by their bytes."""
     return (0, int(name), b"") if name.isascii() and name.isdigit() else (1, 0, os.fsencode(name))
 
 
@@ -409,14 +413,14 @@ def parts_of(cell: str, delimiter: str) -> list[str]:
 
 
 def refuse_missing(rows: Rows, row: int, column: int, cell: str) -> None:
-    """Raise RefusedError where a cell has no label."""
+    """Raise RefusedError for a cell without a label."""
     if cell.lower() in MISSING:
-        said = f"{cell!r} is no label" if cell else "no label"
-        raise RefusedError(f"{rows.place(row, column)}: {said}; fill it in, or take the row out")
+        said = f"{cell!r} is not a label" if cell else "no label"
+        raise RefusedError(f"{rows.place(row, column)}: {said}; fill it in or remove the row")
 
 
 def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
-    """Return the images of rows, sorted by their paths as bytes, which gives samples their ids.
+    """Return the images of rows, sorted by their paths as bytes, in the order of the sample ids.
 
     Raises:
         RefusedError: files do not exist, or an image has two classes.
@@ -434,11 +438,11 @@ def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
                 line = rows.table.lines[rows.numbers[before]]
                 raise RefusedError(
                     f"{rows.place(row)}: {path} is {rows.cells[row][0]!r} here and {rows.cells[before][0]!r} on "
-                    f"{rows.table.unit} {line}; keep one; for several labels an image use --label-delimiter"
+                    f"{rows.table.unit} {line}; keep one row; for several labels per image use --label-delimiter"
                 )
         example = next(path for path, count in repeated.items() if count > 1)
         repeat = plural(again, "row repeats", "rows repeat")
-        notes.append(f"{rows.table.path.name}: {repeat} an image, such as {example}; all count")
+        notes.append(f"{rows.table.path.name}: {repeat} an image, such as {example}; all rows count")
     return Listing(
         root=root,
         classes=labels.names,
@@ -452,7 +456,7 @@ def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
 
 
 def files_at(rows: Rows, root: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the size and the time of change of each image. Raises RefusedError where files do not exist."""
+    """Return the size and the modification time of each image. Raises RefusedError for missing files."""
     known: dict[str, tuple[int, int]] = {}
     missing: list[int] = []
     for row, path in enumerate(rows.paths):
@@ -469,8 +473,6 @@ def files_at(rows: Rows, root: Path) -> tuple[NDArray[np.int64], NDArray[np.int6
             for row in missing[:MOST_MISSING]
         )
         more = f"; and {len(missing) - MOST_MISSING} more" if len(missing) > MOST_MISSING else ""
-        raise RefusedError(
-            f"{shown}{more}; paths are relative to the folder of the table, or to --data-dir where that is given"
-        )
+        raise RefusedError(f"{shown}{more}; paths are relative to --data-dir, by default the folder of the table")
     found = np.array([known[path] for path in rows.paths], np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]

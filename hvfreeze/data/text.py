@@ -1,4 +1,4 @@
-"""A text as samples: windows of characters, each labelled with the characters that follow."""
+"""Text datasets: windows of characters, labelled with the next characters."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from hvfreeze.data.reading import PixelArray
 from hvfreeze.errors import RefusedError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Stands for all characters that the model does not know."""
+"""Placeholder for all characters outside the model's vocabulary."""
 MOST_CHARACTERS = 255
-"""Beside the unknown one, so that a code is a byte."""
+"""Largest vocabulary without `UNKNOWN`, so that a code fits a byte."""
 FEWEST_TIMES = 8
-"""A character that is rarer in the text is unknown."""
+"""Occurrences in the text below which a character is unknown."""
 TESTED = 10
-"""The last 1/TESTED of a text is for testing."""
+"""The last 1/TESTED of a text is the test set."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSource:
-    """A text as windows of as many characters each; a window's row stands in for an image's pixels."""
+    """A text in windows of equal length, as a source of samples like the images of a dataset."""
 
     codes: PixelArray
-    """(characters,)."""
+    """Character codes of the text, (characters,)."""
     context: int
-    """Characters of a window."""
+    """Characters per window."""
 
     @property
     def windows(self) -> int:
-        """How many there are; each has a character behind it."""
+        """Number of windows; a character follows each of them."""
         return (len(self.codes) - 1) // self.context
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """(context,)."""
+        """Shape of a window, (context,)."""
         return (self.context,)
 
     def decode(self, row: int) -> PixelArray:
@@ -57,7 +57,7 @@ class TextSource:
 
 
 def read_text(directory: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Return a text and what it is: a file's, or the sources of Python's standard library.
+    """Return a text and its name: a file, or the sources of Python's standard library.
 
     Raises:
         RefusedError: the file cannot be read.
@@ -66,17 +66,17 @@ def read_text(directory: str | os.PathLike[str] | None) -> tuple[str, str]:
         return standard_library()
     path = Path(directory)
     try:
-        # Whatever the file is, its bytes stand for characters; ends of lines are one.
+        # Every byte sequence is accepted; line ends become one character.
         return path.read_text(encoding="utf-8", errors="replace"), f"{path.name}"
     except OSError as error:
         raise RefusedError(
-            f"--data-dir ({path}) cannot be read ({error.strerror}); name a text file, or leave --data-dir out to "
-            "train on the sources of Python's standard library"
+            f"--data-dir ({path}) cannot be read ({error.strerror}); name a text file, or omit "
+            f"--data-dir to train on the sources of Python's standard library"
         ) from error
 
 
 def standard_library() -> tuple[str, str]:
-    """Return the sources of the modules of Python's standard library, one after another, and a name for them."""
+    """Return the concatenated sources of Python's standard library, and a name for them."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     modules = sorted(folder.glob("*.py"))
     text = "".join(module.read_text(encoding="utf-8", errors="replace") for module in modules)
@@ -86,7 +86,7 @@ def standard_library() -> tuple[str, str]:
 
 
 def characters_of(text: str) -> tuple[str, ...]:
-    """Return the characters that a model of `text` knows, in the order of their codes; the last is `UNKNOWN`."""
+    """Return the vocabulary of `text` in the order of the codes; the last entry is `UNKNOWN`."""
     counts = Counter(text)
     del counts[UNKNOWN]
     known = [character for character, times in counts.most_common(MOST_CHARACTERS) if times >= FEWEST_TIMES]
@@ -94,7 +94,7 @@ def characters_of(text: str) -> tuple[str, ...]:
 
 
 def encode(text: str, characters: tuple[str, ...]) -> PixelArray:
-    """Return the code of each character, (len(text),) uint8; `characters` are those of `characters_of`."""
+    """Return the code of each character, (len(text),) uint8; `characters` is the result of `characters_of`."""
     known = np.array([ord(character) for character in characters[:-1]], dtype=np.uint32)
     points = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype="<u4")
     places = np.searchsorted(known, points).clip(max=max(0, len(known) - 1))
@@ -103,7 +103,7 @@ def encode(text: str, characters: tuple[str, ...]) -> PixelArray:
 
 
 class TextSplits(NamedTuple):
-    """A text in two parts."""
+    """A text in a training and a test part."""
 
     name: str
     characters: tuple[str, ...]
@@ -113,23 +113,23 @@ class TextSplits(NamedTuple):
 
 
 def split_text(directory: str | os.PathLike[str] | None, *, context: int) -> TextSplits:
-    """Return a text whose last tenth is for testing.
+    """Split a text; its last tenth is the test set.
 
     Args:
         directory: a text file; None is Python's standard library.
-        context: characters of a window.
+        context: characters per window.
 
     Raises:
-        RefusedError: the text cannot be read, or is too short for two windows to test on.
+        RefusedError: the text cannot be read, or is too short for two test windows.
     """
     text, name = read_text(directory)
     border = len(text) - len(text) // TESTED
-    # What is tested on is not looked at, also not for which characters there are.
+    # The vocabulary comes from the training part alone.
     characters = characters_of(text[:border])
     if len(text) - border < 2 * context + 1 or len(characters) < 2:
         raise RefusedError(
-            f"{name} has {len(text)} characters: its last tenth, for testing, must have two windows of --context "
-            f"({context}); give a longer text"
+            f"{name} has {len(text)} characters: its last tenth, the test set, must have two windows of "
+            f"--context ({context}); use a longer text"
         )
     train, test = (
         TextSource(codes=encode(part, characters), context=context) for part in (text[:border], text[border:])
@@ -138,5 +138,5 @@ def split_text(directory: str | os.PathLike[str] | None, *, context: int) -> Tex
 
 
 def per_character(loss: float) -> dict[str, float]:
-    """Return a mean loss in nats a character as bits per character, and as perplexity."""
+    """Convert a mean loss in nats per character to bits per character and perplexity."""
     return {"bits_per_character": loss / math.log(2), "perplexity": math.exp(min(loss, 700.0))}

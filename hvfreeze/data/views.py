@@ -1,4 +1,4 @@
-"""Views of samples: which ones an epoch shows, and each view's pixels as a function of data seed, sample and view."""
+"""Augmented views: the view of each epoch, and its pixels as a function of data seed, sample and view."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.rules import parse_views
 from hvfreeze.data.data_sets import ImageSet
+from hvfreeze.data.settings import parse_views
 from hvfreeze.data.shards import Bits, Ids, draw, two_below
 from hvfreeze.torchvision_shim import torchvision
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Which views of a sample the epochs of a run show."""
+    """The augmentation of a run: the view of a sample in each epoch."""
 
     kind: str
-    """`none`, `fresh`, `views`, or `mirrored`: the sample is view 0 and its mirror image view 1."""
+    """`none`, `fresh`, `views`, or `mirrored`: view 0 is the sample, view 1 its horizontal flip."""
     num_views: int
-    """Distinct views of a sample; 0 means a new one every epoch, which no cache can hold."""
+    """Number of distinct views per sample; 0 is a new view every epoch, which cannot be cached."""
 
     def __str__(self) -> str:
         return f"views:{self.num_views}" if self.kind == "views" else self.kind
 
     def view_of(self, ids: Ids, *, epoch: int, data_seed: int) -> Ids:
-        """Return the (B,) int64 views that `epoch` shows of the (B,) samples `ids`.
+        """Return the views of the (B,) samples `ids` in `epoch`, (B,) int64.
 
         `none`: always 0. `fresh`: the epoch. `views:K`, and `mirrored` as 2 views: (offset(data seed, sample) + epoch)
         mod K, so that K epochs show every view once and each epoch mixes all views.
@@ -51,38 +51,40 @@ MIRRORED = Augment("mirrored", 2)
 
 
 def parse_augment(text: str) -> Augment:
-    """Return the meaning of an --augment value.
+    """Parse an --augment value.
 
-    Raises UsageError where it is not `none`, `fresh` or `views:K` with K from 1 to 65536.
+    Raises:
+        UsageError: it is not `none`, `fresh` or `views:K` with K from 1 to 65536.
     """
     return Augment(*parse_views(text))
 
 
 JITTER = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
-"""The usual strengths, as in SimCLR and torchvision's own examples."""
+"""Strengths of the colour jitter, as in SimCLR and torchvision's examples."""
 COLOURS = ("trivial-augment", "color-jitter")
-"""What is done to the pixels of a crop, in this order."""
+"""Colour transforms of a crop, in this order."""
 
 TRANSFORMS = "torchvision.transforms.v2"
-"""Imported where a recipe needs it: it loads torch's compiler, which takes longer than to import torch."""
+"""Module of torchvision's transforms. Imported on demand: it loads torch's compiler, which is slower than torch."""
 
 
 def version() -> str:
-    """Return torchvision's version, on which the pixels of these transforms depend."""
+    """Return torchvision's version, which determines the pixels of these transforms."""
     return str(torchvision.__version__)
 
 
 def resized_crops(pixels: Tensor, *, seeds: Bits, height: int, width: int) -> Tensor:
-    """Return for each of (B, C, H, W) uint8 a part of 8 % to 100 % of its area in another size, (B, C, height, width).
+    """Return random crops of (B, C, H, W) uint8, resized to (B, C, height, width).
 
-    Proportions vary between 3:4 and 4:3. Row i depends on `pixels[i]` and `seeds[i]` alone.
+    Crops have 8 % to 100 % of the area and proportions between 3:4 and 4:3. Row i depends on `pixels[i]` and `seeds[i]`
+    alone.
     """
     v2 = importlib.import_module(TRANSFORMS)
     return each(v2.RandomResizedCrop((height, width), antialias=True), pixels, seeds)
 
 
 def recoloured(pixels: Tensor, names: tuple[str, ...], *, seeds: Bits) -> Tensor:
-    """Return (B, C, H, W) uint8 after the transforms of `COLOURS` that `names` has; row i depends on its seed alone."""
+    """Apply the transforms `names` of `COLOURS` to (B, C, H, W) uint8; row i depends on its seed alone."""
     if not set(names) & set(COLOURS):
         return pixels
     v2 = importlib.import_module(TRANSFORMS)
@@ -91,7 +93,7 @@ def recoloured(pixels: Tensor, names: tuple[str, ...], *, seeds: Bits) -> Tensor
 
 
 def each(transform: Callable[[Tensor], Any], pixels: Tensor, seeds: Bits) -> Tensor:
-    """Return every row transformed with a generator that starts at its own seed; the run's generator stays as it is."""
+    """Transform each row with a generator of its own seed; the global generator is unchanged."""
     rows = []
     with torch.random.fork_rng(devices=[]):
         for row, seed in zip(pixels, seeds.tolist(), strict=True):
@@ -102,32 +104,32 @@ def each(transform: Callable[[Tensor], Any], pixels: Tensor, seeds: Bits) -> Ten
 
 Triple = tuple[float, float, float]
 Statistics = tuple[Triple, Triple]
-"""Mean and standard deviation of each channel, of pixels scaled to 0-1."""
+"""Mean and standard deviation per channel, for pixels scaled to 0-1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """From stored pixels to the float batch that the model sees."""
+    """The transform from stored pixels to the model's float input."""
 
     data_seed: int
     augment: Augment
     pad: int
-    """Pixels of black border from which the crop is drawn, on every side."""
+    """Width of the black border around the image for random crops, in pixels."""
     flips: bool
     mean: tuple[float, float, float]
-    """Per channel, of pixels scaled to 0-1."""
+    """Mean per channel, for pixels scaled to 0-1."""
     std: tuple[float, float, float]
     image_size: int | None
-    """Side to which smaller stored pixels are enlarged after normalisation; None keeps theirs."""
+    """Side in pixels to which smaller images are enlarged after normalisation; None keeps their size."""
     cropped_to: int | None = None
-    """Side of the square that is cut out of the stored pixels, from their centre where nothing is augmented."""
+    """Side of the crop in pixels; without augmentation it is the centre crop."""
     recipe: tuple[str, ...] = ("crop",)
-    """What a view is made by; see `config.rules.parse_recipe`."""
+    """Augmentation steps of a view; see `data.settings.parse_recipe`."""
 
     def __call__(self, pixels: Tensor, *, ids: Ids, views: Ids) -> Tensor:
-        """Return the given views: cropped as the recipe says, flipped, recoloured, normalised, enlarged.
+        """Return the given views: cropped by the recipe, flipped, recoloured, normalised and enlarged.
 
-        Consecutive views of a sample alternate between flipped and not, so that two views cover both sides exactly.
+        Consecutive views alternate between original and flipped, so two views cover both.
 
         Args:
             pixels: (B, C, H, W) uint8.
@@ -151,7 +153,7 @@ class Transform:
         return self._normalised(shown)
 
     def mirrored(self, ids: Ids, views: Ids) -> NDArray[np.bool_]:
-        """Return (B,), for each view of a sample whether it shows the mirror image."""
+        """Return a mask of the flipped views, (B,)."""
         sides = np.zeros(len(ids), dtype=np.int64)
         if self.augment.kind != "mirrored":
             if self.augment.kind == "none" or not self.flips:
@@ -160,9 +162,9 @@ class Transform:
         return ((sides + views) % 2).astype(np.bool_)
 
     def clean(self, pixels: Tensor) -> Tensor:
-        """Return the (B, C, H, W) uint8 pixels, their centre where that is cut out, normalised and enlarged.
+        """Transform (B, C, H, W) uint8 pixels without augmentation: centre crop, normalise and enlarge.
 
-        The result is float32, without augmentation.
+        The result is float32.
         """
         side = self.cropped_to
         if side is not None:
@@ -175,7 +177,7 @@ class Transform:
         if "random-resized-crop" in self.recipe:
             return resized_crops(pixels, seeds=seeds, height=height, width=width).numpy()
         down, across = (length - side + 2 * self.pad for length, side in zip(pixels.shape[2:], (height, width)))
-        assert down == across, "the crops of a square, or of pixels in a border"
+        assert down == across, "random crops of a square or of a padded image"
         rows, columns = two_below(draw("crop", self.data_seed, ids, views), down + 1)
         return _crop(pixels.numpy(), pad=self.pad, height=height, width=width, rows=rows, columns=columns)
 
@@ -188,15 +190,15 @@ class Transform:
         return functional.interpolate(batch, size=(self.image_size, self.image_size), mode="bilinear")
 
     def identity(self) -> str:
-        """Return everything that, beside the stored pixels, determines a view: equal texts mean equal bits."""
+        """Return a text that determines the views of given pixels: equal texts give equal bits."""
         library = version() if self.recipe != ("crop",) else ""
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
 
 def seen_shape(image_shape: tuple[int, ...], image_size: int | None) -> tuple[int, ...]:
-    """Return (C, H, W) of an image as a model sees it, resized to `image_size` where that is given.
+    """Return the shape of a model's input: (C, H, W), resized to `image_size` if that is given.
 
-    A window of a text, (T,), is seen as it is.
+    The shape of a window of text, (T,), is unchanged.
     """
     if len(image_shape) == 1:
         return image_shape
@@ -205,7 +207,7 @@ def seen_shape(image_shape: tuple[int, ...], image_size: int | None) -> tuple[in
 
 
 def blank(shape: tuple[int, ...], *, rows: int) -> Tensor:
-    """Return a batch of black images of (C, H, W), or of windows of T times the first character, as a model sees it."""
+    """Return a batch of black images, (C, H, W), or of windows of the first character, as model input."""
     if len(shape) == 1:
         return torch.zeros(rows, *shape, dtype=torch.int64)
     return torch.zeros(rows, *shape).contiguous(memory_format=torch.channels_last)
@@ -221,15 +223,15 @@ def transform_for(
     statistics: Statistics | None = None,
     mirrors: bool | None = None,
 ) -> Transform:
-    """Return a data set's transform, half of whose views are flipped where `mirrors` says so, or by default the data.
+    """Return a dataset's transform. With `mirrors`, half of the views are flipped; None takes the dataset's `flips`.
 
-    Crops are taken from a black border of an eighth of the side, or where stored pixels are larger than the images from
-    these. `statistics` are mean and standard deviation to normalise with; None is the data set's own.
+    Crops come from the image with a black border of an eighth of its side, or from larger stored pixels. `statistics`
+    are the mean and standard deviation for normalisation; None takes the dataset's.
     """
     _, height, width = image_set.image_shape
     larger = image_size is not None and min(height, width) > image_size
     if recipe != ("crop",):
-        # Here, and not in a step whose time is measured.
+        # Here rather than in a timed step.
         importlib.import_module(TRANSFORMS)
     mean, std = statistics or (image_set.mean, image_set.std)
     return Transform(

@@ -1,7 +1,7 @@
-"""The windows of a text as a model is given them, in any view, and the characters that follow.
+"""Windows of text as model inputs, in any view, and their next characters.
 
-With `--augment none` window i begins at character i * context. Other views begin up to a context later, so that no
-character always stands at a window's edge.
+With `--augment none`, window i begins at character i * context. Other views begin up to one context later, so that no
+character is always at the edge of a window.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from hvfreeze.data.views import Augment
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """Where a window's views begin."""
+    """The offset of a window's views."""
 
     data_seed: int
     augment: Augment
     image_size: None = None
-    """A window is never resized."""
+    """Always None: windows are not resized."""
 
     def of(self, ids: Ids, views: Ids, *, context: int) -> Ids:
-        """Return by how many characters each view begins later than its window, (B,) in 0..context-1."""
+        """Return the offset of each view in characters, (B,) in 0..context-1."""
         if self.augment.kind == "none":
             return np.zeros(len(ids), dtype=np.int64)
         return two_below(draw("window", self.data_seed, ids, views), context)[0]
 
     def identity(self) -> str:
-        """Return everything that, beside the text, determines a view."""
+        """Return a text that determines the views of given windows."""
         return json.dumps({"kind": "text", "augment": str(self.augment), "data_seed": self.data_seed})
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a text, in any view, and what follows their characters."""
+    """The windows of a text in any view, with the next characters as labels."""
 
     source: TextSource
     transform: Shift
@@ -58,12 +58,12 @@ class Windows:
         """Do nothing: the text is in memory."""
 
     def shown(self, augment: Augment, *, mirrors: bool) -> Windows:
-        """Return the same windows in other views, none of which is a mirror image."""
+        """Return the same windows with another augmentation; text has no flips."""
         return replace(self, transform=replace(self.transform, augment=augment))
 
     def _codes(self, ids: Ids, views: Ids, *, later: int) -> Tensor:
         context, codes = self.source.context, self.source.codes
         starts = ids * context + self.transform.of(ids, views, context=context)
-        # The last window has nothing behind it to begin later in.
+        # The last window cannot begin later: no text follows.
         starts = np.minimum(starts, len(codes) - context - 1) + later
         return torch.from_numpy(codes[starts[:, None] + np.arange(context)].astype(np.int64))

@@ -1,1 +1,1 @@
-"""Training scripts in plain Horovod, and what changes in them: blocks frozen by vote, their output cached."""
+"""Training scripts in plain Horovod, and the same scripts with voted freezing and a cache."""

@@ -23,8 +23,8 @@ from hvfreeze.torchvision_shim import torchvision
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--model", default="resnet18", help="a torchvision classifier that ends in a layer fc")
 parser.add_argument("--weights", default=None, help="torchvision's name of its weights, such as DEFAULT")
-parser.add_argument("--epochs", type=int, default=1, help="of plain Horovod; 0 leaves them out")
-parser.add_argument("--batch-size", type=int, default=16, help="samples of each rank and step")
+parser.add_argument("--epochs", type=int, default=1, help="epochs of plain Horovod; 0 skips it")
+parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
 parser.add_argument("--samples", type=int, default=512)
 
 

@@ -1,4 +1,4 @@
-"""Small data sets for the example scripts, and a text model."""
+"""Small datasets for the example scripts, and a text model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH = 12
 
 
 def digits(samples: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return digits to train on, `samples` of them, and a quarter as many to test on: images (3, 32, 32) and labels."""
+    """Return `samples` training digits and a quarter as many test digits: images (3, 32, 32) and labels."""
     table = load_digits()
     images = torch.from_numpy(table.images).float().div(8).sub(1)[:, None].expand(-1, 3, -1, -1)
     images = images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
@@ -24,7 +24,7 @@ def digits(samples: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def reviews(samples: int) -> TensorDataset:
-    """Return made-up reviews: word numbers (samples, 12), 0 behind the end, and labels, 1 for praise."""
+    """Return synthetic reviews: word indices (samples, 12), padded with 0, and labels, 1 for positive."""
     random = torch.Generator().manual_seed(0)
     tokens, labels = torch.zeros(samples, LENGTH, dtype=torch.int64), torch.zeros(samples, dtype=torch.int64)
 
@@ -33,7 +33,7 @@ def reviews(samples: int) -> TensorDataset:
 
     for number in range(samples):
         praise, negated = bool(torch.rand((), generator=random) < 0.5), bool(torch.rand((), generator=random) < 0.3)
-        # "not" turns the next word into its opposite.
+        # "not" negates the next word.
         opinion = ["not"] * negated + [draw(GOOD if praise != negated else BAD)]
         before, after = (int(torch.randint(1, 5, (), generator=random)) for _ in range(2))
         words = [*(draw(OTHER) for _ in range(before)), *opinion, *(draw(OTHER) for _ in range(after))]
@@ -43,7 +43,7 @@ def reviews(samples: int) -> TensorDataset:
 
 
 class TextClassifier(nn.Module):
-    """A transformer encoder whose mean over words is classified."""
+    """A classifier on the mean output of a transformer encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TextClassifier(nn.Module):
         self.head = nn.Linear(32, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, 2) for word numbers (B, 12)."""
+        """Return logits (B, 2) for word indices (B, 12)."""
         ended = tokens == 0
         x = self.embedding(tokens) + self.position
         for layer in self.layers:

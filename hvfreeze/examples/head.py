@@ -1,4 +1,4 @@
-"""The last layer fitted, then all trained: horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.head"""
+"""Fit the last layer, then train all: horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.head"""
 
 import argparse
 import time
@@ -20,7 +20,7 @@ parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFo
 parser.add_argument("--model", default="resnet18", help="a torchvision classifier")
 parser.add_argument("--weights", default=None, help="torchvision's name of its weights, such as DEFAULT")
 parser.add_argument("--epochs", type=int, default=1)
-parser.add_argument("--batch-size", type=int, default=16, help="samples of each rank and step")
+parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
 parser.add_argument("--samples", type=int, default=512)
 
 

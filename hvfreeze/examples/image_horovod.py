@@ -16,7 +16,7 @@ from hvfreeze.torchvision_shim import torchvision
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--model", default="resnet18", help="a torchvision classifier")
 parser.add_argument("--epochs", type=int, default=6)
-parser.add_argument("--batch-size", type=int, default=16, help="samples of each rank and step")
+parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and step")
 parser.add_argument("--samples", type=int, default=512)
 
 
@@ -38,7 +38,7 @@ def train(epoch: int, model: nn.Module, loader: Any, optimizer: Any, scheduler: 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Any) -> float:
-    """Return the part of test samples that is right, over all ranks."""
+    """Return the test accuracy over all ranks."""
     model.eval()
     right = [(model(images).argmax(1) == labels).float() for images, labels in loader]
     return float(hvd.allreduce(torch.cat(right).mean(), name="accuracy"))

@@ -5,9 +5,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from hvfreeze.comm.replica_sync import broadcast_model
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.examples.data import digits
 from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.torchvision_shim import torchvision
 
@@ -19,7 +19,7 @@ loader = DataLoader(mine, batch_size=32, shuffle=True, drop_last=True)
 model = torchvision.models.resnet18(num_classes=10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 broadcast_model(model, world)
-# A criterion that freezes in a few epochs; the default one waits until blocks gain nothing.
+# A criterion that freezes within a few epochs; the default one waits until blocks stop improving.
 votes = FreezeConfig(freeze="gradient-norm")
 freezer = freeze_by_vote(model, optimizer, world, steps_per_epoch=len(loader), num_epochs=EPOCHS, settings=votes)
 

@@ -1,4 +1,4 @@
-"""Frozen by vote, cached: horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.text"""
+"""Voted freezing and cache: horovodrun -np 2 -H localhost:2 python -m hvfreeze.examples.text"""
 
 from typing import Any
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.config.rules import TOKENS
 from hvfreeze.errors import UsageError
+from hvfreeze.heads.settings import TOKENS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.map_layout import channels_last, shapes_of, tokens_last
 from hvfreeze.model.steps import Call
@@ -50,7 +50,7 @@ class EveryBlockInItsLayout:
     ) -> None:
         """Take for each block but the last whether its output's last side belongs in the second place.
 
-        Tokens (B, T, D) are read as `tokens`, one of `config.rules.TOKENS`, says; `sides` are the images', (H, W).
+        Tokens (B, T, D) are read as `tokens`, one of `heads.settings.TOKENS`, says; `sides` are the images', (H, W).
         """
         self._blocks = chain.blocks[:-1]
         self._pool = pool
@@ -90,7 +90,7 @@ def every_block(
 ) -> EveryBlock | EveryBlockInItsLayout:
     """Return what makes features of every block but the last; of `example`, (B, ...), only the shape counts.
 
-    `tokens`, one of `config.rules.TOKENS`, says what is read of tokens (B, T, D).
+    `tokens`, one of `heads.settings.TOKENS`, says what is read of tokens (B, T, D).
 
     Raises:
         UsageError: there is no block before the head, `pool` is below 1, or a block's maps cannot be understood.
@@ -153,7 +153,7 @@ def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
 
 
 def token_forms(chain: Chain, *, example: Tensor) -> tuple[str, ...]:
-    """Return those of `config.rules.TOKENS` that blocks' tokens can be read as; none where no block gives tokens."""
+    """Return those of `heads.settings.TOKENS` that blocks' tokens can be read as; none where no block gives tokens."""
     if example.dim() != 4:
         return ()
     shapes = shapes_of(chain, range(1, len(chain.blocks)), example[:1])

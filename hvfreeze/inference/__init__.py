@@ -1,1 +1,1 @@
-"""A finished run's model, applied: its card, predictions and scores."""
+"""Apply a finished run's model: card, predictions, evaluation and export."""

@@ -1,4 +1,4 @@
-"""`hvfreeze blocks`: where a model may be cut, what is frozen there, and what that costs and saves on this machine."""
+"""`hvfreeze blocks`: the cuts of a model, with frozen parameters, cache size and step time on this machine."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import MOST_PIXELS, TINY_LM
+from hvfreeze.data.settings import MOST_PIXELS
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.model.settings import TINY_LM
 from hvfreeze.report.tables import Table, factor, percent, table_of
+from hvfreeze.rules import rule
 from hvfreeze.runs.files import reason_of
 from hvfreeze.timing import least_seconds
 from hvfreeze.wording import plural
 
 TIMES = 3
 MOST = 2**31 - 1
-"""Classes, or images at once: with more, torch cannot count the elements of a tensor."""
+"""Largest number of classes or images; with more, torch cannot index the elements of a tensor."""
 
 
 def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch_size: int) -> int:
     """Print a row for each cut of a model with random parameters, and return exit code 0.
 
-    Raises UsageError where there is no such model, it cannot be cut so, or a number makes no sense.
+    Raises:
+        UsageError: there is no such model, it has no such blocks, or a number is invalid.
     """
     numbers = (("image-size", image_size, MOST_PIXELS), ("classes", classes, MOST), ("batch-size", batch_size, MOST))
     for flag, value, most in numbers:
         rule(1 <= value <= most, flag, value, f"in 1..{most}")
     if model == TINY_LM:
-        raise UsageError(f"model ({model}) reads text: its first and last block share parameters, so none is frozen")
+        raise UsageError(
+            f"model ({model}) reads text: its first and last block share parameters, so no block can be frozen"
+        )
     try:
         images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
         chain = build_chain(model, scheme, classes=classes, image_size=image_size)
@@ -39,21 +43,21 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
         if "can't allocate memory" not in str(error):
             raise
         raise UsageError(
-            f"--batch-size ({batch_size}), --image-size ({image_size}) or --classes ({classes}) is too large for "
-            f"{model} in the memory of this machine; give a smaller one"
+            f"--batch-size ({batch_size}), --image-size ({image_size}) or --classes ({classes}) is too "
+            f"large for {model} in the memory of this machine; use a smaller one"
         ) from error
     print(f"{model}, {plural(len(chain.blocks), 'block')} ({scheme}), {image_size}x{image_size} pixels")
     print(table.to_text(), end="")
     print(
-        f"times: of a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, the least of {TIMES}; the "
-        "prefix runs forward only, the rest forward and backward; cached, only the rest runs: how much faster than cut "
-        "0"
+        f"times: a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, minimum of "
+        f"{TIMES} runs; prefix: forward; rest: forward and backward; cached: speed-up over cut 0 if "
+        f"only the rest runs"
     )
     return 0
 
 
 def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Chain:
-    """Return the model in blocks, as `hvfreeze train` cuts it."""
+    """Build the model in blocks, like `hvfreeze train`."""
     built = build_model(model, num_classes=classes, image_size=image_size)
     built = set_memory_formats(built, (3, image_size, image_size))
     example = torch.rand(2, 3, image_size, image_size) if ":" in model else None
@@ -61,19 +65,19 @@ def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Ch
 
 
 def outline_of(chain: Chain, images: Tensor, *, model: str) -> Table:
-    """Return the outline of a chain; raises UsageError where the batch is too small for it."""
+    """Return the outline of a chain. Raises UsageError if the batch is too small for the model."""
     try:
         return outline(chain, images)
     except ValueError as error:
-        # A batch has no statistics where it comes down to one value per channel.
+        # BatchNorm has no statistics for one value per channel.
         raise UsageError(
             f"--batch-size ({len(images)}) is too small for {model} and --image-size ({images.shape[-1]}): "
-            f"{reason_of(error)}; give a larger one"
+            f"{reason_of(error)}; use a larger one"
         ) from error
 
 
 def outline(chain: Chain, images: Tensor) -> Table:
-    """Return a row for each cut, from nothing frozen to all but the last block."""
+    """Return a row for each cut, from no frozen block to all but the last."""
     chain.model.train()
     sizes = [
         sum(parameter.numel() for _, parameter in chain.named_parameters(b, b + 1)) for b in range(len(chain.blocks))
@@ -102,7 +106,7 @@ def outline(chain: Chain, images: Tensor) -> Table:
 
 
 def step(chain: Chain, x: Tensor, cut: int) -> None:
-    """Run the blocks from `cut` on forward and backward."""
+    """Run the blocks from `cut` forward and backward."""
     chain.model.zero_grad()
     logits = chain.run(x, cut, len(chain.blocks))
     functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.int64)).backward()

@@ -1,7 +1,7 @@
-"""Whether a model is as sure as it is right: the expected calibration error, and its figure, a reliability diagram.
+"""The expected calibration error of a model and its reliability diagram.
 
-Guo et al., "On Calibration of Modern Neural Networks" (ICML 2017): samples are put into bins by the probability of
-their answer; the error is the mean over samples of the difference, in their bin, of that probability and accuracy.
+Guo et al., "On Calibration of Modern Neural Networks" (ICML 2017): samples are binned by the probability of their
+predicted class; the error is the mean over samples of the difference of confidence and accuracy in their bin.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ BINS = 15
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Samples by how sure the model was of its answer, in `BINS` bins of equal width."""
+    """Confidence and accuracy of predictions in `BINS` bins of equal width."""
 
     samples: NDArray[np.int64]
-    """(BINS,)."""
+    """Number of samples per bin, (BINS,)."""
     confidence: NDArray[np.float64]
-    """(BINS,), mean probability of the answers, 0-1; NaN where there is no sample."""
+    """Mean probability of the predicted classes per bin, (BINS,), 0-1; NaN for empty bins."""
     accuracy: NDArray[np.float64]
-    """(BINS,), 0-1; NaN where there is no sample."""
+    """Accuracy per bin, (BINS,), 0-1; NaN for empty bins."""
 
     @classmethod
     def of(cls, confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> Calibration:
-        """Return it from each sample's probability of its answer, (N,), and whether that is right, (N,)."""
+        """Bin samples by `confidence`, (N,), the probability of the predicted class; `correct` is a mask, (N,)."""
         confidence = np.nan_to_num(confidence)
         place = np.clip(np.ceil(confidence * BINS).astype(np.int64) - 1, 0, BINS - 1)
         samples, sums, rights = (
@@ -42,7 +42,7 @@ class Calibration:
 
     @property
     def mean_confidence(self) -> float:
-        """Over all samples, 0-1."""
+        """Mean confidence of all samples, 0-1."""
         return float(np.nansum(self.confidence * self.samples) / self.samples.sum())
 
     @property
@@ -51,7 +51,7 @@ class Calibration:
         return float(np.nansum(np.abs(self.confidence - self.accuracy) * self.samples) / self.samples.sum())
 
     def rows(self) -> list[dict[str, float | int | None]]:
-        """Return a row for each bin, for a table."""
+        """Return a table row for each bin."""
         edges = np.linspace(0, 1, BINS + 1)
         return [
             {
@@ -66,9 +66,9 @@ class Calibration:
 
 
 def plot_calibration(found: Calibration) -> Figure:
-    """Return the reliability diagram: accuracy by confidence, the diagonal of a model that is as sure as it is right.
+    """Return the reliability diagram: accuracy by confidence, with the diagonal of perfect calibration.
 
-    Below it are the samples of each bin.
+    A second plot has the number of samples per bin.
     """
     centres = 100 * (np.arange(BINS) + 0.5) / BINS
     with matplotlib.rc_context(STYLE):
@@ -78,7 +78,7 @@ def plot_calibration(found: Calibration) -> Figure:
         above.plot([0, 100], [0, 100], color="#888888", linewidth=1, linestyle="--")
         known = found.samples > 0
         above.plot(100 * found.confidence[known], 100 * found.accuracy[known], ".", color="#222222")
-        above.set(ylabel="right answers (%)", xlim=(0, 100), ylim=(0, 100))
+        above.set(ylabel="accuracy (%)", xlim=(0, 100), ylim=(0, 100))
         above.set_title(f"calibration error {100 * found.error:.1f} %")
         below.bar(centres, 100 * found.samples / found.samples.sum(), 92 / BINS)
         below.set(xlabel="confidence (%)", ylabel="samples (%)")

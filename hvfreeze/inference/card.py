@@ -1,4 +1,4 @@
-"""A model's card, `model.yaml`: its entries and their rules, the file, and how images are prepared."""
+"""A model's card, `model.yaml`: its entries, their rules and the image preprocessing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS, RESAMPLES, TOKENS
-from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
@@ -36,10 +34,12 @@ from hvfreeze.data.reading import (
     to_pixels,
     to_rgb,
 )
+from hvfreeze.data.settings import FITS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.settings import TOKENS, HeadConfig
 from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path
 from hvfreeze.plain_yaml import parse_plain_yaml
@@ -52,50 +52,50 @@ from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """From an image of any size to a normalised float tensor, without augmentation.
+    """The preprocessing of images of any size to normalised float tensors, without augmentation.
 
-    Called with a PIL image or a uint8 tensor, (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3, it returns
-    (3, S, S) or (N, 3, S, S) float32. Raises UsageError for anything else. A large JPEG file that was only opened is
-    decoded at a reduced scale, as in training, and keeps that size.
+    Takes a PIL image or a uint8 tensor, (H, W), (C, H, W) or (N, C, H, W) with C of 1 or 3, and returns (3, S, S) or
+    (N, 3, S, S) float32. Raises UsageError for other values. A large opened JPEG file is decoded at a reduced scale, as
+    in training, and keeps that size.
     """
 
     height: int
     width: int
-    """Pixels to which an image is brought as `fit` and `resample` say."""
+    """Width in pixels to which images are resized by `fit` and `resample`; `height` likewise."""
     cropped_to: int | None
-    """Side of the square that is cut out of the centre of that; None takes all of it."""
+    """Side of the centre crop in pixels; None keeps the whole image."""
     enlarged_to: int | None
-    """Side in pixels to which that is enlarged after normalisation (bilinear); None leaves it."""
+    """Side in pixels to which the image is enlarged after normalisation (bilinear); None keeps its size."""
     mean: Triple
-    """Per channel, of pixels scaled to 0-1."""
+    """Mean per channel, for pixels scaled to 0-1."""
     std: Triple
     reading: int = READING
-    """How files become pixels; see `data.reading.READING`."""
+    """Version of the conversion from files to pixels; see `data.reading.READING`."""
     background: Colour = (255, 255, 255)
     fit: str = "crop"
-    """How an image of other proportions is brought to these; see `data.reading.fitted`."""
+    """Fit of images with other proportions; see `data.reading.fitted`."""
     resample: str = "bilinear"
-    """The filter by which images are resized."""
+    """Resampling filter."""
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
-        """Return the image, or each of the images, as the model sees it."""
+        """Return the model's input for an image or a batch of images."""
         if isinstance(image, Tensor) and image.ndim == 4:
             return self.normalised(torch.stack([torch.from_numpy(self.pixels(each)) for each in image]))
         return self.normalised(torch.from_numpy(self.pixels(image))[None])[0]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of what the model sees."""
+        """Shape of the model's input, (C, H, W)."""
         side = self.enlarged_to or self.cropped_to
         return (3, side or self.height, side or self.width)
 
     @property
     def how(self) -> Reading:
-        """How images are read, and made to fit."""
+        """The settings of reading and fitting images."""
         return Reading(version=self.reading, background=self.background, fit=self.fit, resample=self.resample)
 
     def pixels(self, image: Image.Image | Tensor) -> PixelArray:
-        """Return (3, height, width) uint8; UsageError for what is no image whose pixels have a known range."""
+        """Return (3, height, width) uint8. Raises UsageError for values that are not images with a known range."""
         try:
             picture = image if isinstance(image, Image.Image) else picture_of(image)
             rgb = to_rgb(picture, reading=self.how, side=max(self.height, self.width))
@@ -104,12 +104,12 @@ class Preparation:
         return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def pixels_of(self, path: Path) -> PixelArray:
-        """Return an image file's (3, height, width) uint8; RefusedError, which names it, where it is not intact."""
+        """Return an image file's (3, height, width) uint8. Raises RefusedError, with its name, for a damaged file."""
         rgb = read_rgb(path, reading=self.how, side=max(self.height, self.width))
         return to_pixels(fitted(rgb, self.height, self.width, reading=self.how))
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """Return (N, 3, S, S) float32, channels last, of (N, 3, height, width) uint8."""
+        """Return (N, 3, S, S) float32, channels last, for (N, 3, height, width) uint8."""
         return self._transform.clean(pixels).contiguous(memory_format=torch.channels_last)
 
     @cached_property
@@ -128,21 +128,21 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPreparation:
-    """From a text to the codes of its last characters, (1, T) int64 with T at most `context`."""
+    """The conversion of a text to the codes of its last characters, (1, T) int64 with T at most `context`."""
 
     characters: tuple[str, ...]
-    """By code; the last stands for all others."""
+    """Vocabulary in the order of the codes; the last entry stands for all other characters."""
     context: int
 
     def __call__(self, text: str) -> Tensor:
         """Return the codes. Raises UsageError for an empty text."""
         if not text:
-            raise UsageError("there must be at least one character to go on from")
+            raise UsageError("the text is empty; give at least one character")
         return torch.from_numpy(encode(text[-self.context :], self.characters)).long()[None]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(T,) of what the model sees."""
+        """Shape of the model's input, (T,)."""
         return (self.context,)
 
 
@@ -151,10 +151,10 @@ CHUNK = 2**20
 LIBRARIES = ("torch", "torchvision", "pillow")
 PRECISIONS = ("float32", "bfloat16")
 MOST_BYTES = 2**24
-"""Of a card: names of some 200 000 classes."""
+"""Largest card in bytes: names of about 200,000 classes."""
 LARGEST = 4096
 LARGEST_DECODED, MOST_PIXELS = 2**16, 2**28
-"""Side and area of images that keep the size of their files; Pillow opens no larger ones."""
+"""Largest side and area of images in pixels; Pillow does not open larger ones."""
 MOST_ROWS = 2**20
 
 
@@ -206,7 +206,7 @@ def _are_versions(value: Any) -> bool:
 TEXT = (_is_text, "text")
 SHA = (_is_digest, "a SHA-256 of 64 hexadecimal digits")
 SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}")
-# Name of an entry -> whether a value is right, and how a right one is described.
+# Name of an entry -> test of a value, and description of valid values.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
     "architecture": (lambda v: v is None or isinstance(v, dict), "null or names and values"),
@@ -239,7 +239,7 @@ IMAGE_ENTRIES: dict[str, Any] = {
 
 
 def checked(path: Path, tree: Mapping[str, Any], rules: Mapping[str, Any], *, within: str = "") -> dict[str, Any]:
-    """Return the entries that have rules; raise RefusedError where one is missing or breaks its own."""
+    """Return the entries with rules. Raises RefusedError if one is missing or invalid."""
     for name, (ok, wanted) in rules.items():
         if name not in tree:
             raise RefusedError(f"{path} is damaged: it lacks {within}{name}")
@@ -252,104 +252,103 @@ MIRRORED = ":mirrored"
 HEADS = re.compile(
     rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
 )
-"""Heads that a model can have: `last` is the architecture's own; `mlp-WxW...` an `Mlp` in its place; the others read
-every block, at P x P cells, of tokens the mean, or `:class` or `:grid` (see `config.rules.TOKENS`); `multi-level:P` is
-linear, `kernel:P` a `KernelHead`; one that is `:mirrored` takes the
-mean over an image and its mirror image."""
+"""Valid heads: `last` is the architecture's own, and `mlp-WxW...` an `Mlp` in its place. The others read every block at
+P x P cells; of tokens they read the mean, or `:class` or `:grid` (see `heads.settings.TOKENS`). `multi-level:P` is
+linear, `kernel:P` a `KernelHead`. With `:mirrored` the head averages over horizontal flips."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a model file holds, how it is applied, and what it came from."""
+    """The content, the preprocessing and the origin of a model file."""
 
     model: str
-    """The architecture: its name in torchvision, timm:NAME, hf:PATH_OR_NAME, or package:function."""
+    """Architecture: a name of torchvision, timm:NAME, hf:PATH_OR_NAME, or package:function."""
     architecture: dict[str, Any] | None = None
-    """Of a model hf:..., its configuration, so that the folder is not needed; None of others."""
+    """Configuration of a model hf:..., which makes its folder unnecessary; None for others."""
     code_sha256: str | None = None
-    """Of the file of that function; None where it is none."""
+    """SHA-256 of the file of a custom model's function; None for others."""
     blocks: str
-    """The scheme by which it was cut."""
+    """Scheme of the blocks."""
     head: str
-    """As in `HEADS`."""
+    """Head, in the form of `HEADS`."""
     classes: tuple[str, ...]
-    """In the order of the logits."""
+    """Class names in the order of the logits."""
     image: Preparation | None
-    """None of a text's model."""
+    """Preprocessing of images; None for a language model."""
     context: int | None = None
-    """Characters of a text that the model sees; None where it sees images."""
+    """Context of a language model in characters; None for images."""
     precision: str
-    """In which it was evaluated: float32, or bfloat16 (autocast)."""
+    """Precision of the evaluation: float32, or bfloat16 (autocast)."""
     batch_size: int
-    """Rows of a batch when it was evaluated; batches of other shapes may give other last bits."""
+    """Batch size of the evaluation; other batch shapes may change the last bits."""
     data: str
-    """The data set that it was trained on."""
+    """Training dataset."""
     weights: str
-    """What training started from: none, DEFAULT or a file."""
+    """Initial weights of the training: none, DEFAULT or a file."""
     weights_sha256: str | None
-    """Of that file, when training started; None where there was none."""
+    """SHA-256 of the weight file at the start of the training; None without a file."""
     exits: tuple[int, ...] = ()
-    """The blocks before which critics give logits too, see `hvfreeze.model.early_exits`; none of most models."""
+    """Blocks with a critic in front, see `hvfreeze.model.early_exits`; empty for most models."""
     task: str = "classes"
-    """Kind of the outputs, a key of `tasks.TASKS`."""
+    """Task, a key of `tasks.TASKS`."""
     thresholds: tuple[float, ...] = ()
     offset: tuple[float, ...] = ()
     unit: tuple[float, ...] = ()
     """Fields of the task; see `tasks.MultiLabel` and `tasks.Numbers`."""
     accuracy: float | None = 0.0
-    """Of the final model, 0-1; None of numbers."""
+    """Accuracy of the final model, 0-1; None for numbers."""
     balanced_accuracy: float | None = None
-    """The mean of all classes' recalls; None where classes are equal."""
+    """Mean recall of all classes, 0-1; None for balanced classes."""
     majority_share: float | None = None
-    """Of the most frequent class among the samples of that accuracy; None where classes are equal."""
+    """Share of the most frequent class among these samples, 0-1; None for balanced classes."""
     accuracy_on: str
-    """`test`, or `held-out` for a part of the training set."""
+    """Samples of the accuracy: `test`, or `held-out` from the training set."""
     epochs: int = 0
     steps: int = 0
     parameter_digest: str = ""
-    """summary.json's."""
+    """Digest of the parameters, as in summary.json."""
     sha256: str = ""
-    """Of the model file."""
+    """SHA-256 of the model file."""
     versions: dict[str, str]
-    """Of what trained it."""
+    """Versions of the packages at training."""
 
     @property
     def answers(self) -> Task:
-        """Task of the model."""
+        """The model's task."""
         task = TASKS[self.task](len(self.classes), thresholds=self.thresholds)
         return replace(task, offset=self.offset, unit=self.unit) if isinstance(task, Numbers) else task
 
     def of_task(self, task: Task) -> Card:
-        """Return the card with what a run's task has learned."""
+        """Return the card with the thresholds and units of a run's task."""
         card = replace(self, task=task.kind, thresholds=task.thresholds)
         return replace(card, offset=task.offset, unit=task.unit) if isinstance(task, Numbers) else card
 
     @property
     def preparation(self) -> Preparation | TextPreparation:
-        """How what it is applied to comes to the model."""
+        """Preprocessing of the model's inputs."""
         if self.image is not None:
             return self.image
         return TextPreparation(characters=self.classes, context=self.context or 1)
 
     @property
     def pool(self) -> int | None:
-        """Cells a side of a head that reads every block, None for the architecture's own."""
+        """Cells per side of a head that reads every block; None for the architecture's own head."""
         parts = self.head.split(":")
         return int(parts[1]) if len(parts) > 1 else None
 
     @property
     def tokens(self) -> str:
-        """What such a head reads of tokens."""
+        """Form of tokens for such a head."""
         return next((form for form in TOKENS if f":{form}" in self.head), "mean")
 
     @property
     def reads_mirrored(self) -> bool:
-        """Whether the head takes the mean over an image and its mirror image."""
+        """Whether the head averages over horizontal flips."""
         return self.head.endswith(MIRRORED)
 
 
 def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
-    """Return the head that settings ask for, as in `HEADS`."""
+    """Return the head of the settings, in the form of `HEADS`."""
     if settings.head != "multi-level":
         return settings.head
     kind = "kernel" if settings.head_fit == "kernel" else settings.head
@@ -358,11 +357,11 @@ def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
 
 
 def write_card(path: Path, card: Card) -> None:
-    """Publish a card."""
-    # Lists made anew: YAML would write the second of two equal objects as an alias.
+    """Write a card."""
+    # Copies of lists: YAML would write a repeated object as an alias.
     text = json.dumps(dataclasses.asdict(card), ensure_ascii=False)
     tree = {"card": FORMAT, **json.loads(text)}
-    # PyYAML writes NEXT LINE as it is and reads it as the end of a line: a card that holds one is escaped.
+    # PyYAML writes NEXT LINE unescaped but reads it as a line end, so a card with it is escaped.
     readable = "\x85" not in text
     publish(path, [yaml.safe_dump(tree, sort_keys=False, allow_unicode=readable, width=120).encode()])
 
@@ -371,20 +370,22 @@ def read_card(path: Path) -> Card:
     """Return the card in a file.
 
     Raises:
-        RefusedError: it cannot be read, is damaged, or tells of what this version does not know; names the entry.
+        RefusedError: the card is unreadable, damaged, or has an entry that this version does not know; names the entry.
     """
     try:
         tree = parse_plain_yaml(read_bytes(path), most_bytes=MOST_BYTES)
     except ValueError as error:
         raise RefusedError(f"{path} is damaged: {error}") from error
     if not isinstance(tree, dict) or "card" not in tree:
-        raise RefusedError(f"{path} is damaged: it is no model card")
+        raise RefusedError(f"{path} is damaged: it is not a model card")
     if tree["card"] != FORMAT:
-        raise RefusedError(f"{path} is a card of format {tree['card']}, and this version reads {FORMAT}; update it")
+        raise RefusedError(
+            f"{path} is a card of format {tree['card']}, and this version of hvfreeze reads {FORMAT}; update hvfreeze"
+        )
     if not HEADS.fullmatch(str(tree.get("head"))):
         raise RefusedError(
-            f"{path}: head ({tree.get('head')}) is not known to hvfreeze {__version__}, which knows last, "
-            "mlp-WxW..., multi-level:P and kernel:P"
+            f"{path}: head ({tree.get('head')}) is unknown to hvfreeze {__version__}, which supports "
+            f"last, mlp-WxW..., multi-level:P and kernel:P"
         )
     image = tree.get("image")
     before: dict[str, Any] = {
@@ -398,12 +399,14 @@ def read_card(path: Path) -> Card:
     entries = checked(path, {**before, **tree}, ENTRIES)
     entries |= {name: tuple(entries[name]) for name in ("classes", "exits", "thresholds", "offset", "unit")}
     if any(len(entries[name]) not in (0, len(entries["classes"])) for name in ("thresholds", "offset", "unit")):
-        raise RefusedError(f"{path} is damaged: thresholds, offset and unit must have a number for each class, or none")
+        raise RefusedError(
+            f"{path} is damaged: thresholds, offset and unit must each have one number per class, or none"
+        )
     if image is None and entries["context"] is not None:
         return Card(image=None, **entries)
     if not isinstance(image, dict):
-        raise RefusedError(f"{path} is damaged: image ({image}) must be how images are prepared")
-    # Cards that do not say how files were read are of a time when there was one way.
+        raise RefusedError(f"{path} is damaged: image ({image}) must have the entries of image preprocessing")
+    # Cards without an entry for the reading are from versions with one way of reading.
     read = {"reading": 1, "background": [255, 255, 255], "fit": "crop", "resample": "bilinear"}
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
@@ -428,15 +431,15 @@ def sha256_of(path: Path) -> str:
 
 
 def libraries_of(config: Config) -> tuple[str, ...]:
-    """Return the packages that what a model answers depends on, beside this one."""
+    """Return the packages that a model's predictions depend on, without hvfreeze."""
     own = {TIMM: ("timm",), HF: ("transformers",)}
     return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
 
 
 def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
-    """Return the card of a run that has not ended, which evaluates in batches of `rows`.
+    """Return the card of an unfinished run, which evaluates in batches of `rows`.
 
-    `hashed` tells whether to read the weights' file for its digest.
+    With `hashed`, the weight file is read for its digest.
     """
     model, data = config.model, config.data
     path = weights_path(model.model, model.weights) if hashed else None
@@ -463,7 +466,7 @@ def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, row
 
 
 def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: Reading) -> Preparation:
-    """Return how images of (C, H, W) decoded pixels are prepared where `transform` shows them as they are."""
+    """Return the preprocessing for decoded images of (C, H, W), from `transform` without augmentation."""
     _, height, width = image_shape
     side, square = transform.image_size, (height,) if height == width else ()
     return Preparation(

@@ -1,10 +1,10 @@
-"""`hvfreeze evaluate`: how right a finished run's model is, class by class.
+"""`hvfreeze evaluate`: the accuracy and the loss of a finished run's model, in total and per class.
 
 DIR/evaluation.json               accuracies 0-1 and the mean loss
 DIR/classes.csv                   samples, recall and precision of every class
-DIR/confusion.csv                 a row for each true class, a column for each that was answered
+DIR/confusion.csv                 a row per true class, a column per predicted class
 DIR/confusion.png and .svg
-DIR/reliability.csv               how often the model is right, by how sure it is
+DIR/reliability.csv               accuracy by confidence
 DIR/reliability.png and .svg
 """
 
@@ -26,7 +26,6 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.rules import is_table
 from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
 from hvfreeze.data.class_shares import accuracy_in_words, majority_of
@@ -36,6 +35,7 @@ from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_
 from hvfreeze.data.hub_sets import open_test
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.own import picture
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_model, list_for_evaluation
 from hvfreeze.data.text import TextSource
@@ -61,15 +61,15 @@ from hvfreeze.wording import on_one_line, plural
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
 DEPTH = 5
 NOT_USED = -1
-"""In place of a class, of a sample that is not counted."""
+"""Placeholder for the class of a sample that does not count."""
 MOST_PRINTED = 40
-"""With more classes than this, only the worst are printed."""
+"""Number of classes above which only the worst are printed."""
 
 
 def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str]) -> Figure:
-    """Return a picture of the (classes, classes) counts, true classes in rows, each row shaded as parts of its sum.
+    """Plot the (classes, classes) confusion matrix, true classes in rows, shaded by the share of the row.
 
-    Cells carry their counts where there are few classes; with many, axes are numbered instead of named.
+    Few classes have counts in cells; many classes are numbered instead of named.
     """
     parts = confusion / confusion.sum(1, keepdims=True).clip(min=1)
     number = len(classes)
@@ -88,27 +88,27 @@ def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str]) -> Figu
                 for column, count in enumerate(counts):
                     colour = "white" if parts[row, column] > 0.55 else "#222222"
                     axes.text(column, row, str(count) if count else "", ha="center", va="center", color=colour)
-        figure.colorbar(picture, ax=axes, shrink=0.8, label="part of the true class (%)")
+        figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class (%)")
         return figure
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedSamples:
-    """Images and what they show."""
+    """Labelled images for an evaluation."""
 
     decode: Decode
     labels: Tensor
-    """(N,) int64, indices of the model's classes."""
+    """Indices of the model's classes, (N,) int64."""
     name: str
-    """What they are, for a line."""
+    """Description of the samples for a log line."""
     own: bool
-    """Whether the run was evaluated on these."""
+    """Whether the run was evaluated on these samples."""
     notes: tuple[str, ...] = ()
-    """What the user should know of files that are passed over."""
+    """Log lines on skipped files."""
 
 
 def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
-    """Return the windows on which the run reported its accuracy, their ids, and what they are."""
+    """Return the windows of the run's evaluation, their ids, and their description."""
     config = config_of(run_dir)
     data = config.data
     _, chosen, ids = choose(open_data(data.data, data.data_dir, context=data.context), data, seed=config.data_seed)
@@ -121,18 +121,18 @@ def own_windows(applied: Applied, run_dir: Path) -> tuple[Windows, Ids, str]:
 
 
 def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) -> EvaluatedSamples:
-    """Return the samples on which the run reported its accuracy."""
+    """Return the samples of the run's evaluation."""
     path, config = run_dir / "config.yaml", config_of(run_dir)
     if config.strategy.tasks is not None:
         raise RefusedError(
-            f"the run's models have their labels from a table ({config.strategy.tasks}), which is not read here; give "
-            f"--data-dir DIR, a folder with a folder for each class: {', '.join(applied.classes)}"
+            f"the labels of this run come from a table ({config.strategy.tasks}), which evaluate does "
+            f"not read; use --data-dir DIR, a folder with a folder per class: {', '.join(applied.classes)}"
         )
     data = config.data
     if is_named_code(data.data) and not trust_code:
         raise RefusedError(
-            f"{path}: the data is made by {data.data}, which is code of its own; where you trust "
-            "it, pass --trust-code, or name other data with --data-dir"
+            f"{path}: the data comes from your function {data.data}; use --trust-code to run it, or "
+            f"name other data with --data-dir"
         )
     splits = open_data(
         data.data,
@@ -152,11 +152,11 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
     classes = image_set.classes
     if image_set.kind != applied.card.task:
         raise RefusedError(
-            f"the run's data ({image_set.name}) has {image_set.kind} now, and the model answers {applied.card.task}; "
-            "restore it, or name other data with --data-dir"
+            f"the run's data ({image_set.name}) has {image_set.kind} now, and the model predicts "
+            f"{applied.card.task}; restore it, or name other data with --data-dir"
         )
     now, then = ({meant_by(name) for name in names} for names in (classes, applied.classes))
-    # Names of a copied folder may be encoded otherwise, and models of before have classes that no label has.
+    # A copied folder may encode names differently, and older models have classes without a label.
     if image_set.kind == "classes" and (now == then or (is_named_code(data.data) and now < then)):
         labels, classes = labels_for(applied, labels, classes, str), applied.classes
     if classes != applied.classes or (height, width) != (wanted.height, wanted.width):
@@ -170,9 +170,9 @@ def own_samples(applied: Applied, run_dir: Path, *, trust_code: bool = False) ->
 
 
 def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS) -> EvaluatedSamples:
-    """Return the images of DIR's test split, else of its val split, else of its class folders; or an archive's.
+    """Return the images of a folder's test split, else its val split, else its class folders; or those of an archive.
 
-    Of a table or hf:PATH, whose `columns` may have other names than usual, the test rows, else all.
+    For a table or hf:PATH, with `columns`, return the test rows, else all rows.
     """
     data = applied.card.data
     if is_table(str(folder)):
@@ -194,8 +194,8 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
         )
     if applied.card.task != "classes":
         raise RefusedError(
-            f"--data-dir ({folder}) must be a table (CSV, TSV, Parquet): the model answers {applied.card.task}, which "
-            "folders do not tell"
+            f"--data-dir ({folder}) must be a table (CSV, TSV, Parquet): the model predicts "
+            f"{applied.card.task}, and folders have classes"
         )
     if data in ARCHIVES and is_folder(folder / ARCHIVES[data].folder):
         test = open_data(data, folder).test
@@ -218,59 +218,62 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
 
 
 def labels_for(applied: Applied, labels: Tensor, classes: Sequence[str], called: Callable[[str], str]) -> Tensor:
-    """Return labels, which are places in `classes`, as places in the model's own classes.
+    """Map labels from indices in `classes` to indices in the model's classes.
 
-    Raises RefusedError where the model does not have one, which is `called` something by its name.
+    Raises:
+        RefusedError: the model lacks a class; the message names it by `called`.
     """
     places = {meant_by(name): place for place, name in enumerate(applied.classes)}
     for name in classes:
         if meant_by(name) not in places:
-            raise RefusedError(f"{called(name)} is none of the model's {len(places)} classes; rename it or take it out")
+            raise RefusedError(
+                f"{called(name)} is not one of the model's {len(places)} classes; rename it or remove it"
+            )
     return torch.tensor([places[meant_by(name)] for name in classes])[labels]
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The answers of a model for labelled samples."""
+    """The predictions of a model for labelled samples, as metrics."""
 
     confusion: NDArray[np.int64]
-    """(classes, classes): samples by true class and by answer."""
+    """Confusion matrix, (classes, classes): samples by true and by predicted class."""
     rows: list[dict[str, Any]]
-    """For each class its samples, how often it was answered and was right, recall and precision (None: undefined)."""
+    """Samples, predictions, correct predictions, recall and precision of each class (None: undefined)."""
     among_best: int
-    """Samples whose class is among the five most probable."""
+    """Number of samples whose class is among the five most probable."""
     loss: float
-    """Mean over samples."""
+    """Mean loss over samples."""
     count: int
     correct: int
     calibration: Calibration | None = None
-    """Whether it is as sure as it is right."""
+    """Calibration of the probabilities."""
     unanswered: int = 0
-    """Samples for which the model's output is not finite; they count as wrong."""
+    """Number of samples with an output of NaN or Inf; they count as wrong."""
     left_out: tuple[str, ...] = ()
-    """Why each sample that is not counted cannot be used."""
+    """Reasons why samples were skipped."""
     macro_f1: float = math.nan
-    """The mean over classes of the harmonic mean of recall and precision."""
+    """Mean F1 over classes."""
     auroc: float = math.nan
-    """Area under the ROC curve; NaN where not enough classes have samples."""
+    """Area under the ROC curve; NaN if too few classes have samples."""
 
     @property
     def accuracy(self) -> float:
-        """0-1."""
+        """Accuracy, 0-1."""
         return self.correct / self.count
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean of all classes' recalls, 0-1."""
+        """Mean recall of all classes, 0-1."""
         return balanced_accuracy(*([row[key] for row in self.rows] for key in ("samples", "correct")))
 
     @property
     def majority(self) -> tuple[int, float] | None:
-        """The most frequent class and its share of the samples; None where classes are equal."""
+        """The most frequent class and its share of the samples; None for balanced classes."""
         return majority_of([row["samples"] for row in self.rows])
 
     def in_words(self) -> str:
-        """Return the accuracy, and what must be known beside it."""
+        """Format the accuracy, with balanced accuracy and majority class for imbalanced classes."""
         if self.majority is None:
             return percent(self.accuracy, 2)
         return accuracy_in_words(self.accuracy, balanced=self.balanced_accuracy, majority=self.majority[1])
@@ -288,16 +291,16 @@ def evaluate(
     confidence: float | None = None,
     skip_bad: bool = False,
 ) -> int:
-    """Print how right a finished run's model is, and write tables and figures to the folder `out`; return 0.
+    """Print the accuracy of a finished run's model, write tables and figures to the folder `out`, and return 0.
 
-    `data_dir` is a folder of class folders, with test/ or val/ above them or not, a table, or for a text's model a
-    file; None is the run's own samples. Where a model with exits answers at them, see `answering`, the share of samples
-    and of operations of each is told.
+    `data_dir` is a folder with class folders, or with test/ or val/ above them, a table, or a file for a language
+    model; None is the run's evaluation data. With early exits, see `answering`, the output includes the share of
+    samples and operations per exit.
 
     Raises:
-        UsageError: a number makes no sense, or is for another kind of model.
-        RefusedError: there is no finished model, the data is missing or does not fit, or `out` cannot be written; or,
-            once the result of all others is told, images cannot be used and `skip_bad` was not given, or none can.
+        UsageError: a number is invalid, or for another kind of model.
+        RefusedError: there is no finished model, the data is missing or does not fit, or `out` is not writable; or,
+            after the result, images are broken without `skip_bad`, or all of them are.
     """
     check_numbers(batch_size=batch_size)
     applied = load_model(run_dir, name=name, trust_code=trust_code)
@@ -320,7 +323,7 @@ def evaluate(
         print(result.in_words(applied, samples.name))
     if answer.told():
         print(printable(answer.told()))
-    out_of_all = f"{plural(len(result.left_out), 'image')} left out that cannot be used: {listed(result.left_out)}"
+    out_of_all = f"{plural(len(result.left_out), 'image')} left out as unreadable: {listed(result.left_out)}"
     missing = note_on_missing(result.unanswered, result.count)
     notes = [*samples.notes, *([missing] if result.unanswered else []), *([out_of_all] if result.left_out else [])]
     for note in notes:
@@ -332,7 +335,7 @@ def evaluate(
             write_result(applied, samples, result, out=out)
         print(f"tables and figures: {printable(str(out))}")
     if result.left_out and not skip_bad:
-        # Whoever compares results must not take one of fewer samples for one of all.
+        # A result of fewer samples must not be mistaken for one of all.
         raise BrokenImagesError([printable(reason) for reason in result.left_out])
     return 0
 
@@ -344,10 +347,10 @@ def measure(
     *,
     batch_size: int | None = None,
 ) -> Result:
-    """Return the model's answers for all samples that can be used.
+    """Return the result for all readable samples.
 
     Raises:
-        BrokenImagesError: none can; names all of them.
+        BrokenImagesError: all samples are unreadable; names them.
     """
     answer, count = answer or Whole(applied), len(samples.labels)
     answered, sure = torch.full_like(samples.labels, NOT_USED), torch.empty(count, dtype=torch.float64)
@@ -378,7 +381,7 @@ def judge(
     loss: float,
     sure: Tensor | None = None,
 ) -> Result:
-    """Return the result of (N,) answers for samples of (N,) labels; `sure` are the answers' probabilities, (N,)."""
+    """Return the result of predictions, (N,), for labels, (N,); `sure` are the probabilities of predictions, (N,)."""
     truth, found, known = labels.numpy(), answered.numpy(), range(len(classes))
     confusion = confusion_matrix(truth, found, labels=known)
     precision, recall, _, samples = precision_recall_fscore_support(truth, found, labels=known, zero_division=0)
@@ -399,12 +402,12 @@ def judge(
 
 
 def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str:
-    """Return the accuracies, of all samples and of every class, as lines of text."""
+    """Return the accuracies in total and per class, as lines of text."""
     line = f"{applied.card.model} on {result.count} {samples.name}: "
     line += f"top-1 {percent(result.accuracy, 2)} ({result.correct} of {result.count})"
     if result.majority is not None:
         largest, share = result.majority
-        line += f", balanced {percent(result.balanced_accuracy, 2)}, an answer that is always "
+        line += f", balanced {percent(result.balanced_accuracy, 2)}, always predicting "
         line += f"{on_one_line(printable(applied.classes[largest]))} {percent(share, 2)}"
     if len(applied.classes) > DEPTH:
         line += f", top-{DEPTH} {percent(result.among_best / result.count, 2)}"

@@ -1,7 +1,7 @@
-"""`hvfreeze evaluate` of a model that gives several labels a sample, or numbers.
+"""`hvfreeze evaluate` for models that predict several labels per sample, or numbers.
 
 DIR/evaluation.json               metrics, and the mean loss
-DIR/labels.csv, numbers.csv       metrics of every label, or number
+DIR/labels.csv, numbers.csv       metrics of every label or number
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models with exits: samples leave at one of them, at the first that is sure, or are answered by all together."""
+"""Predict with early exits: at a fixed exit, at the first confident exit, or by the ensemble of all exits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ENSEMBLE = "ensemble"
 
 
 class Answering(Protocol):
-    """How a model answers."""
+    """A way to predict with a model."""
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return (B, classes) float32 logits for (B, C, H, W) float32."""
 
     def take(self, rows: int) -> list[dict[str, Any]]:
-        """Count the first `rows` samples of the last batch, and return columns of each for a table."""
+        """Count the first `rows` samples of the last batch, and return table columns for each."""
 
     def told(self) -> str:
-        """Return lines about all samples that were counted; none where there is nothing to say."""
+        """Return log lines about the counted samples, if any."""
 
 
 @dataclass
 class Whole:
-    """Every sample runs through the whole model."""
+    """Prediction with the whole model."""
 
     applied: Applied
 
@@ -52,14 +52,14 @@ class Whole:
 
 @dataclass
 class Leaving:
-    """Samples leave at exits.
+    """Prediction with early exits.
 
     Args:
         applied: the model.
-        exits: of it.
-        last: the number of the exit, from 0, behind which nothing runs.
-        confidence: the probability of a class at which a sample leaves before; None asks `last` alone.
-        together: all exits answer, and their mean counts.
+        exits: the exits of the model.
+        last: number of the last exit, from 0; later blocks do not run.
+        confidence: probability of a class at which a sample leaves earlier; None uses `last` alone.
+        together: whether to average the probabilities of all exits.
     """
 
     applied: Applied
@@ -68,21 +68,21 @@ class Leaving:
     confidence: float | None = None
     together: bool = False
     counts: list[int] = field(default_factory=list)
-    """Samples by exit."""
+    """Number of samples per exit."""
     _left: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def __post_init__(self) -> None:
         image = torch.zeros(1, *self.applied.preparation.shape)
         parts = self.exits.work(image)
         if self.confidence is None and not self.together:
-            # Of the critics only the one that answers is asked.
+            # Only the critic of the exit runs.
             parts = [(group, critic * (number == self.last)) for number, (group, critic) in enumerate(parts)]
         self._work, self._whole = work_until(parts), sum(work_of(self.exits.chain, image))
         self.counts = [0] * len(self._work)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the logits of each sample's exit, of `together` the logarithm of the mean probabilities."""
+        """Return the logits of each sample's exit; with `together`, the logarithm of the mean probabilities."""
         with in_precision(self.applied.card.precision):
             x = images.contiguous(memory_format=torch.channels_last)
             self._left = torch.full((len(images),), self.last)
@@ -96,7 +96,7 @@ class Leaving:
             return self._leave(x, self.confidence)
 
     def _leave(self, x: Tensor, confidence: float) -> Tensor:
-        """Run each group for the samples that have not left before it."""
+        """Run each group on the samples that have not left."""
         inside, answers = torch.arange(len(x)), []
         for number in range(self.last + 1):
             x = self.exits.group(number, x)
@@ -112,14 +112,14 @@ class Leaving:
         return found[rows.argsort()]
 
     def take(self, rows: int) -> list[dict[str, Any]]:
-        """Count the samples, and return each one's exit, from 1."""
+        """Count the samples and return the exit of each, from 1."""
         left = self._left[:rows].tolist()
         for number in left:
             self.counts[number] += 1
         return [{} if self.together else {"exit": number + 1} for number in left]
 
     def told(self) -> str:
-        """Return the share of samples and of operations by exit, as a table."""
+        """Return a table with the share of samples and operations per exit."""
         spent = [count * work for count, work in zip(self.counts, self._work, strict=True)]
         blocks = [block.name for block in self.exits.chain.blocks]
         names = [blocks[stop - 1] for _, stop in self.exits.groups]
@@ -140,25 +140,27 @@ class Leaving:
 
 
 def answering(applied: Applied, *, exit_at: str | None, confidence: float | None) -> Answering:
-    """Return how a model answers: at --exit, at the first exit that is as sure as --exit-confidence, or whole.
+    """Return the way to predict: at --exit, at the first exit with --exit-confidence, or with the whole model.
 
     Raises:
-        UsageError: the model has no exits, or none of that number, or a number makes no sense.
+        UsageError: the model has no such exit, or a number is invalid.
     """
     if exit_at is None and confidence is None:
         return Whole(applied)
     flag, value = ("exit", exit_at) if exit_at is not None else ("exit-confidence", confidence)
     if applied.exits is None:
         raise UsageError(
-            f"--{flag} ({value}) goes with runs of --strategy local-critics, and this run's model has no exits; leave "
-            "it out"
+            f"--{flag} ({value}) needs a model of --strategy local-critics, and this run's model has no exits; omit it"
         )
     count = len(applied.exits.groups)
     if confidence is not None and not 0 < confidence <= 1:
         raise UsageError(f"--exit-confidence ({confidence}) must be a probability above 0 and at most 1, such as 0.9")
     if exit_at == ENSEMBLE:
         if confidence is not None:
-            raise UsageError(f"--exit-confidence ({confidence}) must be left out with --exit ensemble, which asks all")
+            raise UsageError(
+                f"--exit-confidence ({confidence}) does not go with --exit ensemble, which "
+                f"uses all exits; omit one of them"
+            )
         return Leaving(applied, applied.exits, count - 1, together=True)
     if exit_at is not None and not (exit_at.isascii() and exit_at.isdigit() and 1 <= int(exit_at) <= count):
         raise UsageError(f"--exit ({exit_at}) must be in 1..{count}, the model's exits, or {ENSEMBLE}")

@@ -34,25 +34,25 @@ from hvfreeze.wording import plural
 
 INPUT = "pixels"
 OUTPUTS = {"classes": "logits", "labels": "logits", "numbers": "numbers"}
-"""The name of the output in a file, by the task."""
+"""Name of the output in a file, by task."""
 IMAGES = 16
-"""Images that a file is checked on."""
+"""Number of images for checking a file."""
 WORST = 1e-2
-"""The largest difference of a good file, as a share of the largest answer; rounding gives 1e-6 to 1e-4."""
+"""Largest accepted difference as a share of the largest output; rounding gives 1e-6 to 1e-4."""
 LONGEST = 200
-"""Characters of an exporter's message."""
+"""Characters of an exporter's message that are shown."""
 Run = Callable[[Tensor], Tensor]
-"""Pixels -> answers, by a file."""
+"""Function from pixels to outputs that runs a file."""
 
 
 class Format(NamedTuple):
     """A kind of file."""
 
     suffix: str
-    """Of the file; empty for a folder."""
+    """Suffix of the file; empty for a folder."""
     libraries: tuple[str, ...]
     write: Callable[[FromPixels, Path, Tensor, Mapping[str, str]], Run]
-    """Writes it, and returns what runs it."""
+    """Writes the file and returns the function that runs it."""
 
 
 class FromPixels(nn.Module):
@@ -71,13 +71,14 @@ class FromPixels(nn.Module):
 
 
 def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "model", trust_code: bool = False) -> int:
-    """Write a finished run's model to the file `out`, and print how far its answers are from the model's; return 0.
+    """Write a finished run's model to the file `out`, compare its outputs with the model's, and return 0.
 
     The default of `out` is NAME.onnx, NAME.pt2, NAME.safetensors or the folder `transformers` in the run directory.
 
     Raises:
         UsageError: a library is missing, or the model reads text.
-        RefusedError: there is no finished model, it cannot be written in this format, or the file answers otherwise.
+        RefusedError: there is no finished model, it cannot be written in this format, or the outputs of the file
+            differ.
     """
     kind = FORMATS[form]
     for library in kind.libraries:
@@ -103,22 +104,22 @@ def export(run_dir: Path, *, form: str, out: Path | None = None, name: str = "mo
     if not largest <= WORST * max(scale, 1e-6):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise RefusedError(
-            f"{path} is removed: on {what} its answers differ by up to {largest:.2g}, and the largest answer is "
-            f"{scale:.2g}; use another --format"
+            f"{path} was removed: on {what} its outputs differ by up to {largest:.2g} (largest output "
+            f"{scale:.2g}); use another --format"
         )
     print(printable(f"{path}: {card_line(applied)}"))
-    print(f"checked on {what}: largest difference {largest:.2g}, largest answer {scale:.2g}")
+    print(f"checked on {what}: largest difference {largest:.2g}, largest output {scale:.2g}")
     return 0
 
 
 def worst_difference(run: Run, pixels: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference of a file's answers, for all images together and for the first one alone."""
+    """Return the largest difference of a file's outputs, for all images together and for the first one alone."""
     found = [(run(pixels), wanted), (run(pixels[:1]), wanted[:1])]
     return max(float((answers - right).abs().max()) for answers, right in found)
 
 
 def pixels_to_check(applied: Applied, run_dir: Path, *, trust_code: bool) -> tuple[Tensor, str]:
-    """Return (N, 3, H, W) uint8 pixels of images that the run was evaluated on, else random ones, and what they are."""
+    """Return (N, 3, H, W) uint8 pixels of the run's evaluation images, else random ones, and a description."""
     preparation = applied.preparation
     with suppress(HvfreezeError):
         samples = own_samples(applied, run_dir, trust_code=trust_code)
@@ -133,11 +134,11 @@ def pixels_to_check(applied: Applied, run_dir: Path, *, trust_code: bool) -> tup
     draws = torch.Generator().manual_seed(0)
     shape = (IMAGES, 3, preparation.height, preparation.width)
     random = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draws)
-    return random, f"{IMAGES} random images, because the run's cannot be read"
+    return random, f"{IMAGES} random images, because the run's images cannot be read"
 
 
 def facts(applied: Applied) -> dict[str, str]:
-    """Return what whoever uses the file must know, as texts."""
+    """Return the facts about a model that an exported file records, as texts."""
     card, preparation = applied.card, applied.preparation
     return {
         "classes": json.dumps(list(applied.classes), ensure_ascii=False),
@@ -153,14 +154,14 @@ def facts(applied: Applied) -> dict[str, str]:
 
 
 def card_line(applied: Applied) -> str:
-    """Return what a file holds, for a line."""
+    """Return the description of a file for a log line."""
     preparation: Preparation = applied.preparation
     answers = plural(len(applied.classes), *applied.card.answers.nouns)
     return f"{applied.card.model}, {answers}, images of {preparation.width}x{preparation.height} pixels"
 
 
 def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
-    """Write an ONNX file, whose batch axis is dynamic."""
+    """Write an ONNX file with a dynamic batch axis."""
     with exporting(module, "ONNX"):
         program: Any = torch.onnx.export(
             module,
@@ -182,7 +183,7 @@ def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[st
 
 
 def write_torch(module: nn.Module, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
-    """Write a file for `torch.export.load(path).module()`, whose batch axis is dynamic."""
+    """Write a file for `torch.export.load(path).module()`, with a dynamic batch axis."""
     with exporting(module, "a torch.export program"):
         dynamic = ({0: torch.export.Dim("batch", min=1)},)
         program = torch.export.export(module, (pixels[:2],), dynamic_shapes=dynamic)
@@ -197,7 +198,7 @@ def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Map
     library: Any = import_module("safetensors.torch")
     state = {name: tensor.detach().clone().contiguous() for name, tensor in module.model.state_dict().items()}
     publish(path, [library.save(state, metadata=dict(facts))])
-    # Into the same module: any other would be built in the same way.
+    # Into the same module: another one would be built in the same way.
     module.model.load_state_dict(read_weights(str(path)))
     return module
 
@@ -210,14 +211,14 @@ pipeline_tag: image-classification
 {what}. Test accuracy: {accuracy}. Parameter digest: {parameter_digest}. Trained by hvfreeze {hvfreeze}.
 """
 PROBLEMS = {"classes": "single_label_classification", "labels": "multi_label_classification"}
-"""What transformers calls a task."""
+"""Problem types of transformers, by task."""
 
 
 def write_transformers(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
-    """Write a folder that `from_pretrained` of transformers reads."""
+    """Write a folder for `from_pretrained` of transformers."""
     model: Any = module.model
     if facts["task"] not in PROBLEMS:
-        raise UsageError("--format (transformers) has no place for the units of numbers; use onnx or torch")
+        raise UsageError("--format (transformers) cannot store the units of numbers; use onnx or torch")
     classes, prepared = json.loads(facts["classes"]), json.loads(facts["preparation"])
     side = prepared["cropped_to"]
     processor = processor_of(
@@ -253,7 +254,7 @@ FORMATS = {
 
 @contextmanager
 def exporting(module: nn.Module, what: str) -> Iterator[None]:
-    """Leave out what torch's exporters warn of, and make a RefusedError of whatever they raise."""
+    """Suppress the warnings of torch's exporters, and convert their errors to RefusedError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A finished run's model, ready to be applied.
+"""Load a finished run's model.
 
 applied = hvfreeze.load_model("runs/20260101-120000-resnet18-digits")
 batch = torch.stack([applied.transform(Image.open(path)) for path in paths])
@@ -30,31 +30,32 @@ from hvfreeze.user_code import code_sha256, is_named_code
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """A model in evaluation mode, and how images, or a text, come to it."""
+    """A model in evaluation mode with its preprocessing."""
 
     model: nn.Module
-    """From (N, 3, S, S) float32 to (N, classes) logits; a module like any other, with its gradients on."""
+    """Module from (N, 3, S, S) float32 to (N, classes) logits, with gradients enabled."""
     transform: Preparation | TextPreparation
-    """From a PIL image or a uint8 tensor to (3, S, S) float32: the pixels that the run was evaluated on. For a text's
+    """Preprocessing of the run's evaluation: from a PIL image or a uint8 tensor to (3, S, S) float32; for a language
     model from a text to codes."""
     classes: tuple[str, ...]
-    """In the order of the logits; characters of a text's model, names of labels or numbers of others."""
+    """Names in the order of the logits: classes, labels or numbers, or the characters of a language model."""
     card: Card
     exits: EarlyExits | None = None
-    """Of a model that was trained with local critics: `exits(images)` gives each one's (N, classes) logits."""
+    """Exits of a model trained with local critics: `exits(images)` returns the (N, classes) logits of each; else None.
+    """
 
     @property
     def preparation(self) -> Preparation:
-        """How images are prepared. Raises UsageError where the model reads text."""
+        """Preprocessing of images. Raises UsageError for a language model."""
         if not isinstance(self.transform, Preparation):
-            raise UsageError(f"the model ({self.card.model}) reads text, no images; hvfreeze predict continues a text")
+            raise UsageError(f"the model ({self.card.model}) reads text, not images; hvfreeze predict continues a text")
         return self.transform
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        """Return (N, classes) float32 for (N, 3, S, S) float32, as in the run's evaluation: its precision too.
+        """Return (N, classes) float32 for (N, 3, S, S) float32, in the precision of the run's evaluation.
 
-        A text's model returns (N, characters, T) for (N, T) int64 codes: of the characters that follow.
+        A language model returns (N, characters, T) for (N, T) int64 codes: logits of the next characters.
         """
         given = images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
         with in_precision(self.card.precision):
@@ -63,15 +64,15 @@ class Applied:
 
 
 def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_code: bool = False) -> Applied:
-    """Return the model of a finished run; random state is untouched, and no code is run that the files bring or name.
+    """Load the model of a finished run. Random state is unchanged, and no code from the files runs by default.
 
     Args:
-        run_dir: the run directory, or a copy of its model.pt and model.yaml.
-        name: which of several models, as in `model-head0`.
-        trust_code: run the function that makes the model where the card names one of the user's own.
+        run_dir: the run directory, or a folder with copies of its model.pt and model.yaml.
+        name: name of one of several models, as in `model-head0`.
+        trust_code: whether to run the user's function that builds a custom model.
 
     Raises:
-        RefusedError: it holds no finished model, a file is missing or damaged, or they do not fit each other.
+        RefusedError: there is no finished model, a file is missing or damaged, or the files do not match.
     """
     root = Path(run_dir)
     weights, about = root / f"{name}.pt", root / f"{name}.yaml"
@@ -81,8 +82,8 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
     found = sha256_of(weights)
     if found != card.sha256:
         raise RefusedError(
-            f"{weights} is not the file that {about.name} tells of: its SHA-256 is {found[:12]}..., not "
-            f"{card.sha256[:12]}...; {way_on(root) if is_unfinished(root) else 'put both files of one run back'}"
+            f"{weights} does not match {about.name}: its SHA-256 is {found[:12]}..., not "
+            f"{card.sha256[:12]}...; {way_on(root) if is_unfinished(root) else 'restore both files of one run'}"
         )
     state = read_weights(str(weights))
     model, exits = build(card, about)
@@ -93,63 +94,63 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
     odd += [name for name in own if name in state and own[name].shape != state[name].shape]
     if odd:
         raise RefusedError(
-            f"{about} does not fit {weights.name}: {odd[0]} is not as in a {card.model} with {len(card.classes)} "
-            "classes; put both files of one run back"
+            f"{about} does not fit {weights.name}: {odd[0]} differs from a {card.model} with "
+            f"{len(card.classes)} classes; restore both files of one run"
         )
     model.load_state_dict(state)
     return Applied(model.eval(), card.preparation, card.classes, card, exits)
 
 
 def check_trusted(card: Card, about: Path, *, trust_code: bool) -> None:
-    """Refuse a model that code of the user's own makes, unless that is trusted; warn where its file has changed."""
+    """Refuse a custom model unless its code is trusted; warn if its file has changed."""
     if not is_named_code(card.model):
         return
     if not trust_code:
         raise RefusedError(
-            f"{about}: the model is made by {card.model}, which is code of its own; where you trust it, pass "
-            "--trust-code, or trust_code=True"
+            f"{about}: the model comes from the function {card.model}; if you trust its code, use "
+            f"--trust-code or trust_code=True"
         )
     try:
         now = code_sha256("model", card.model)
     except UsageError as error:
-        raise RefusedError(f"{about} cannot be followed: {error}") from error
+        raise RefusedError(f"{about} cannot be applied: {error}") from error
     if now != card.code_sha256:
-        warnings.warn(f"the file of {card.model} is not the one that the model was trained with", stacklevel=2)
+        warnings.warn(f"the file of {card.model} has changed since the training", stacklevel=2)
 
 
 def check_finished(root: Path, weights: Path, about: Path) -> None:
-    """Refuse a directory without a model and its card, and tell what to do about it."""
+    """Refuse a directory without a model and its card, with the way out."""
     if not root.is_dir():
         raise RefusedError(f"run directory {root} does not exist")
     config = root / "config.yaml"
     if not weights.exists() and (others := sorted(path.stem for path in root.glob("model*.pt"))):
         raise RefusedError(
-            f"{root} holds no {weights.name}; name one that it holds, {' or '.join(others)}: "
-            f"--model-name {others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
+            f"{root} holds no {weights.name}, but {' and '.join(others)}; choose one with --model-name "
+            f"{others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
         )
     if not weights.exists():
-        way = way_on(root) if config.exists() else "name the directory of a run that has ended"
-        raise RefusedError(f"{root} holds no finished model: there is no {weights.name}; {way}")
+        way = way_on(root) if config.exists() else "name the directory of a finished run"
+        raise RefusedError(f"{root} holds no finished model ({weights.name} is missing); {way}")
     if not about.exists():
-        copy = f"copy it together with {weights.name} from where the run was made"
+        copy = f"copy it with {weights.name} from the run directory"
         raise RefusedError(f"{about} is missing; {way_on(root) if is_unfinished(root) else copy}")
 
 
 def is_unfinished(root: Path) -> bool:
-    """Tell whether a run has not ended, as one that was killed while it wrote its model."""
+    """Return True if a run has not ended, for example killed while writing its model."""
     return (root / "config.yaml").exists() and not (root / "summary.json").exists()
 
 
 def way_on(root: Path) -> str:
-    """Return how to continue the run in a directory, on as many ranks as it has."""
+    """Return the command that continues the run in a directory, on the same number of ranks."""
     ranks = None
     with suppress(RefusedError):
         ranks = read_object(root / "environment.json", ()).get("size")
-    return f"go on with: {resuming(root, ranks=ranks if type(ranks) is int else 1)}"
+    return f"continue the run with: {resuming(root, ranks=ranks if type(ranks) is int else 1)}"
 
 
 def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
-    """Return the card's architecture, head and exits, in the memory formats of training, with random weights."""
+    """Build the card's architecture, head and exits with random weights, in the memory formats of training."""
     try:
         with torch.random.fork_rng(devices=[]):
             shape, classes, pool = card.preparation.shape, len(card.classes), card.pool
@@ -179,4 +180,4 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
             )
             return classifier, None
     except UsageError as error:
-        raise RefusedError(f"{path} cannot be followed: {error}") from error
+        raise RefusedError(f"{path} cannot be applied: {error}") from error

@@ -1,4 +1,4 @@
-"""How a run normalises images: as it was told, as the weights were trained, or by the data's own values."""
+"""The normalisation of a run's images: from the settings, from the pretraining, or from the data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import ModelConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.views import Statistics
@@ -21,6 +19,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.hugging_face import read_statistics
 from hvfreeze.model.model_sources import timm_statistics
+from hvfreeze.model.settings import ModelConfig, is_downloaded
 from hvfreeze.model.weight_names import entry_of_file, find_entry
 from hvfreeze.model.weights import statistics_of_entry
 from hvfreeze.user_code import HF, TIMM
@@ -28,19 +27,19 @@ from hvfreeze.user_code import HF, TIMM
 
 @dataclass(frozen=True)
 class Normalisation:
-    """The mean and standard deviation of each channel with which images are normalised, and where they come from."""
+    """The mean and standard deviation per channel for normalising images, and their source."""
 
     statistics: Statistics
     source: str
 
     def describe(self) -> str:
-        """Return a note for the user."""
+        """Return the log line."""
         mean, std = (", ".join(f"{number:.4g}" for number in numbers) for numbers in self.statistics)
-        return f"images are normalised with mean {mean} and standard deviation {std}: {self.source}"
+        return f"images are normalised with mean {mean} and standard deviation {std} ({self.source})"
 
 
 def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module | None) -> Normalisation:
-    """Return how a run normalises images: as it was told, as the weights were trained, or by the data's own values."""
+    """Return the normalisation of a run: from the settings, from the pretraining, or from the data."""
     given = config.data.statistics()
     if given is not None:
         return Normalisation(given, "--mean and --std")
@@ -48,19 +47,21 @@ def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module | Non
     if known is not None:
         return known
     name = image_set.name
-    source = f"those of {name}" if name in MEASURED else "ImageNet's, for want of others"
+    source = f"those of {name}" if name in MEASURED else "ImageNet's, as default"
     configured = configured_in(model)
     if configured is not None and configured != (image_set.mean, image_set.std):
         mean, std = (",".join(f"{number:.4g}" for number in numbers) for numbers in configured)
-        source += f"; the model's configuration has --mean {mean} --std {std}, in case it comes with trained weights"
+        source += (
+            f"; if its weights are pretrained, use the values of the model's configuration: --mean {mean} --std {std}"
+        )
     return Normalisation((image_set.mean, image_set.std), source)
 
 
 def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisation | None:
-    """Return the mean and standard deviation that images had when the weights were trained, None where nobody says.
+    """Return the mean and standard deviation of the pretraining; None if unknown.
 
-    In this order: the card that a run leaves beside its model, torchvision of its own weights, the configuration that
-    comes with a file of a hub, and what timm or an image processor says of the model, or the model of itself.
+    Sources, in this order: the card of an hvfreeze run, torchvision's entry, the configuration file of a hub, timm or
+    the image processor, and the model's own configuration.
     """
     if settings.weights == "none":
         return None
@@ -89,11 +90,11 @@ def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisatio
 
 HUB_CONFIGURATION = "config.json"
 MEASURED = ("digits", "cifar10", "cifar100")
-"""Data sets whose own values are known."""
+"""Datasets with known values."""
 
 
 def configured_beside(path: Path) -> Statistics | None:
-    """Return mean and standard deviation in the configuration that a hub keeps beside a file of timm's weights."""
+    """Return the mean and standard deviation in the configuration file next to timm's weights from a hub."""
     try:
         tree = json.loads(path.with_name(HUB_CONFIGURATION).read_bytes()[: 2**20])
     except (OSError, ValueError):
@@ -102,12 +103,12 @@ def configured_beside(path: Path) -> Statistics | None:
 
 
 def configured_in(model: nn.Module | None) -> Statistics | None:
-    """Return mean and standard deviation in the configuration of a model that timm has made; None of any other."""
+    """Return the mean and standard deviation in the configuration of a timm model; None for others."""
     return statistics_in(getattr(model, "pretrained_cfg", None))
 
 
 def statistics_in(configuration: Any) -> Statistics | None:
-    """Return mean and standard deviation in a configuration of timm's, None where it has none for three channels."""
+    """Return the mean and standard deviation in a timm configuration; None if it has none for three channels."""
     if not isinstance(configuration, Mapping):
         return None
     found = []

@@ -1,4 +1,4 @@
-"""`hvfreeze predict`: classes and probabilities of images, as CSV; with a text's model how a text goes on.
+"""`hvfreeze predict`: classes and probabilities of images, as CSV; a language model continues a text.
 
 path,class,probability[,class_2,probability_2,...][,exit]
 """
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.config.rules import is_table
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.own import picture
 from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
 from hvfreeze.inference.card import TextPreparation
@@ -37,7 +37,7 @@ from hvfreeze.user_code import HF
 from hvfreeze.wording import plural
 
 Decode = Callable[[int], PixelArray]
-"""Returns the (3, H, W) uint8 pixels of sample 0..N-1, as the model's preparation gives them."""
+"""Function that returns the preprocessed (3, H, W) uint8 pixels of sample 0..N-1."""
 
 
 def answers(
@@ -49,12 +49,11 @@ def answers(
     answer: Callable[[Tensor], Tensor],
     bad: dict[int, str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield for each batch its samples and their (B, classes) float32 logits, in order.
+    """Yield the samples of each batch and their (B, classes) float32 logits, in order.
 
-    A sample that cannot be decoded is left out, and added to `bad` with the reason. Every batch is computed in the
-    shape (batch_size, ...), since other shapes may give other last bits; one with fewer samples repeats its last one,
-    and leaves the repetitions out of what is yielded. A `batch_size` above `count` is `count`. `decode` is called in
-    threads.
+    Samples that cannot be decoded are skipped and added to `bad` with the reason. All batches have the shape
+    (batch_size, ...), because other shapes may change the last bits; smaller ones are padded. `batch_size` is at most
+    `count`. `decode` is called in threads.
     """
     rows = min(batch_size, max(1, count)) if batch_size else applied.card.batch_size
     starts = list(range(0, count, rows))
@@ -95,32 +94,32 @@ def predict(
     confidence: float | None = None,
     skip_bad: bool = False,
 ) -> int:
-    """Print the `top` classes of image files, and of all images in folders, or write them to `out`; return 0.
+    """Print the `top` classes of image files and of all images in folders, or write them to `out`; return 0.
 
-    Each batch is written as soon as it is answered. Images that cannot be used are named at the end.
-    With a text's model, `given` is a text, which is continued as `drawing` says. Where a model with exits answers at
-    them, see `answering`, the share of samples and of operations of each is told, on stderr beside printed classes.
+    Batches are written as soon as they are computed. Unreadable images are named at the end. For a language model,
+    `given` is a text, which `drawing` continues. With early exits, see `answering`, the share of samples and operations
+    per exit is printed, to stderr if the classes go to stdout.
 
     Raises:
-        UsageError: a number makes no sense, or is for another kind of model.
-        RefusedError: there is no finished model, no image, or `out` cannot be written; or, once all others are
-            written, images cannot be used and `skip_bad` was not given, or none can.
-        NumericsError: once all are written, some have no class: the model's output for them is not finite.
+        UsageError: a number is invalid, or for another kind of model.
+        RefusedError: there is no finished model or no image, or `out` is not writable; or, after the output, images
+            are unreadable without `skip_bad`, or all of them are.
+        NumericsError: after the output, the model's outputs for some samples are NaN or Inf.
     """
     check_numbers(batch_size=batch_size, top=1 if top is None else top)
     applied = load_model(run_dir, name=name, trust_code=trust_code)
     if out is not None and out.is_dir():
-        raise UsageError(f"--out ({out}) must be a file, not a folder; append a name such as {out / 'predictions.csv'}")
+        raise UsageError(f"--out ({out}) must be a file, not a folder; add a name such as {out / 'predictions.csv'}")
     answer = answering(applied, exit_at=exit_at, confidence=confidence)
     if isinstance(applied.transform, TextPreparation):
         check_images(applied, run_dir, skip_bad=skip_bad, batch_size=batch_size)
         return tell_on(applied, " ".join(given), drawing or Drawing(), top=top, out=out)
     if drawing is not None:
         raise UsageError(
-            f"--length, --temperature and --seed are for a text's model, and {run_dir} has {applied.card.model}"
+            f"--length, --temperature and --seed are for language models, and {run_dir} has {applied.card.model}"
         )
     if "" in given:
-        raise UsageError("an IMAGE is the empty path; a variable of the shell may not be set")
+        raise UsageError("an IMAGE is the empty path; a shell variable may be unset")
     classify(
         applied,
         named_images(applied, given, columns_in(run_dir)),
@@ -143,11 +142,9 @@ def classify(
     batch_size: int | None,
     skip_bad: bool,
 ) -> None:
-    """Tell the classes of images; see `predict`."""
+    """Write the classes of images; see `predict`."""
     if applied.card.task != "classes" and top > 1:
-        raise UsageError(
-            f"--top ({top}) must be left out: it is for classes, and the model answers {applied.card.task}"
-        )
+        raise UsageError(f"--top ({top}) is for classes, and the model predicts {applied.card.task}; omit it")
     if top > len(applied.classes):
         raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
     bad: dict[int, str] = {}
@@ -170,14 +167,14 @@ def classify(
 
 @contextmanager
 def table_at(out: Path | None) -> Iterator[Callable[[str], object]]:
-    """Give what adds text to the file `out`, which is made anew, or prints it; none of it waits to be written."""
+    """Yield a function that writes text to the new file `out`, or prints it, without buffering."""
     if out is None:
         yield lambda text: print(printable(text), end="", flush=True)
         return
     with writing(out), out.open("wb") as file:
 
         def write(text: str) -> None:
-            # Without a buffer, a disk that fills up takes a part of it and says nothing.
+            # Without a buffer, a full disk takes a part of the text without an error.
             file.write(text.encode("utf-8", "surrogateescape"))
             file.flush()
 
@@ -185,10 +182,10 @@ def table_at(out: Path | None) -> Iterator[Callable[[str], object]]:
 
 
 def tell_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
-    """Name the images that cannot be used on stderr, where there are some; the others are `count`.
+    """Name the unreadable images on stderr; the others are `count`.
 
     Raises:
-        BrokenImagesError: they are not to be skipped, or there is no other.
+        BrokenImagesError: images are unreadable without `skip_bad`, or all of them are.
     """
     if len(reasons) > MOST_LISTED:
         for reason in reasons:
@@ -197,24 +194,26 @@ def tell_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
         raise BrokenImagesError(reasons)
     if reasons:
         left_out = plural(len(reasons), "image")
-        print(f"hvfreeze: note: {left_out} left out that cannot be used: {listed(reasons)}", file=sys.stderr)
+        print(f"hvfreeze: note: {left_out} left out as unreadable: {listed(reasons)}", file=sys.stderr)
 
 
 def check_images(applied: Applied, run_dir: Path, *, skip_bad: bool, batch_size: int | None = None) -> None:
-    """Raise UsageError for flags that say nothing to a text's model, which reads no images."""
+    """Raise UsageError for flags of images with a language model."""
     for flag, given in (("--skip-bad", skip_bad), (f"--batch-size ({batch_size})", batch_size is not None)):
         if given:
-            raise UsageError(f"{flag} must be left out here: it is for images, and {run_dir} has {applied.card.model}")
+            raise UsageError(
+                f"{flag} is for images, and {run_dir} has the language model {applied.card.model}; omit it"
+            )
 
 
 def note_on_missing(count: int, of: int) -> str:
-    """Return a sentence on `count` samples without an answer."""
+    """Return a message on `count` samples without a prediction."""
     samples = f"{count} of {plural(of, 'sample')}"
-    return f"{samples} have no answer, as the model's output for them is not finite; train it with a lower --lr"
+    return f"{samples} have no prediction, because the model's output is NaN or Inf; train it with a lower --lr"
 
 
 def check_numbers(*, batch_size: int | None, top: int = 1) -> None:
-    """Raise UsageError for numbers that make no sense."""
+    """Raise UsageError for invalid numbers."""
     if top < 1:
         raise UsageError(f"--top ({top}) must be at least 1")
     if batch_size is not None and batch_size < 1:
@@ -222,16 +221,16 @@ def check_numbers(*, batch_size: int | None, top: int = 1) -> None:
 
 
 class NamedImage(NamedTuple):
-    """An image to answer for."""
+    """An image to classify."""
 
     name: str
-    """Its path, or its row of a data set."""
+    """Path of the image, or its row in a dataset."""
     decode: Callable[[], PixelArray]
-    """Returns its pixels as the model's preparation gives them."""
+    """Function that returns its preprocessed pixels."""
 
 
 def named_images(applied: Applied, given: Sequence[str], columns: Columns) -> list[NamedImage]:
-    """Return the images of files, folders, tables and data sets hf:PATH, in the order in which they are named."""
+    """Return the images of files, folders, tables and datasets hf:PATH, in the given order."""
     preparation, found = applied.preparation, list[NamedImage]()
 
     def in_set(name: str, images: HubImages, row: int) -> PixelArray:
@@ -248,15 +247,14 @@ def named_images(applied: Applied, given: Sequence[str], columns: Columns) -> li
 
 
 def list_images(named: Sequence[Path], columns: Columns) -> list[Path]:
-    """Return the files that were named and, in their place, all images in folders and their sub-folders, sorted.
+    """Return the given files, the sorted images in given folders and sub-folders, and the images of tables.
 
-    And those that tables name, whose `columns` may have other names than usual. Tells on stderr of files in folders
-    that are passed over.
+    `columns` are the columns of tables. Skipped files in folders are counted on stderr.
     """
     paths = []
     for path in named:
         if not os.path.lexists(path):
-            raise RefusedError(f"{path} does not exist; name image files, or folders that hold some")
+            raise RefusedError(f"{path} does not exist; name image files or folders of images")
         if not path.is_dir():
             paths += images_in(path, columns) if is_table(str(path)) else [path]
             continue
@@ -280,10 +278,10 @@ def predictions(
     bad: dict[int, str],
     missing: list[int],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield each batch's rows, one an image: its name, the answer, of classes the `top` ones, and its exit.
+    """Yield the rows of each batch, one per image: its name, the prediction (the `top` classes), and its exit.
 
-    Images that cannot be used are left out, and added to `bad` by their places in `images` with the reason; those that
-    have no answer are added to `missing`.
+    Unreadable images are skipped and added to `bad`, by their indices in `images`, with the reason; images without a
+    prediction are added to `missing`.
     """
     task = applied.card.answers
 

@@ -10,9 +10,9 @@ from hvfreeze.runs.reading import load_run
 
 
 def files_for_trackers(directory: Path) -> list[Path]:
-    """Return the files of a finished run that trackers keep, with figures in `figures/`."""
+    """Return the files of a finished run for trackers, with figures in `figures/`."""
     found = [directory / name for name in ("config.yaml", "metrics.jsonl", "decisions.jsonl", "model.yaml")]
-    # Whatever a figure may lack, the run has ended well.
+    # A failing figure must not fail a finished run.
     with suppress(Exception):
         done = [load_run(directory)]
         (directory / "figures").mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""What the settings of a finished run say about the data that its model is applied to."""
+"""Read the settings of a finished run that prediction and evaluation need."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hvfreeze.config.rules import is_table
 from hvfreeze.config.tree import Config, from_dict
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, columns_of
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import read_config
@@ -13,7 +13,7 @@ from hvfreeze.user_code import HF
 
 
 def config_of(run_dir: Path) -> Config:
-    """Return a run's configuration. Raises RefusedError where it cannot be read."""
+    """Return a run's configuration. Raises RefusedError if it is unreadable."""
     path = run_dir / "config.yaml"
     try:
         return from_dict({**read_config(path), "given": []}, source=str(path))
@@ -22,7 +22,7 @@ def config_of(run_dir: Path) -> Config:
 
 
 def columns_in(run_dir: Path) -> Columns:
-    """Return what a run's settings say about tables; nothing where there is only a copy of its model."""
+    """Return the table columns of a run's settings; the usual ones for a mere copy of its model."""
     if not (run_dir / "config.yaml").exists():
         return Columns()
     data = config_of(run_dir).data

@@ -1,4 +1,4 @@
-"""A text's model applied: `hvfreeze predict` continues a text, `hvfreeze evaluate` measures bits per character."""
+"""Language models: `hvfreeze predict` continues a text, `hvfreeze evaluate` measures bits per character."""
 
 from __future__ import annotations
 
@@ -29,27 +29,25 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How characters are drawn; checked on construction."""
+    """The settings of sampling characters, checked on construction."""
 
     length: int = 200
-    """How many."""
+    """Number of characters."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the most probable."""
+    """Divisor of the logits; 0 takes the most probable character."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise UsageError(f"--length ({self.length}) must be at least 1 character")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(
-                f"--temperature ({self.temperature}) must be 0, which takes the most probable, or a positive number"
-            )
+            raise UsageError(f"--temperature ({self.temperature}) must be 0 (the most probable character) or positive")
         if not -(2**63) <= self.seed < 2**64:
             raise UsageError(f"--seed ({self.seed}) must be in -2^63..2^64-1")
 
 
 def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, out: Path | None) -> int:
-    """Print a text and what follows, each character as it comes, or write all to the file `out`; return 0."""
+    """Print a text and its continuation character by character, or write both to the file `out`; return 0."""
     following = continued(applied, text, drawing, top=top)
     if out is not None:
         write_text(out, text + "".join(following))
@@ -63,9 +61,9 @@ def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, o
 
 
 def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None = None) -> Iterator[str]:
-    """Yield the characters that go on from `text`, one after another, drawn among the `top` most probable, or all.
+    """Yield characters that continue `text`, sampled from the `top` most probable ones, or from all.
 
-    The model sees the last characters, as many as its context. Raises UsageError where `text` is empty.
+    The model sees the last characters within its context. Raises UsageError for an empty `text`.
     """
     assert isinstance(applied.transform, TextPreparation)
     generator, so_far = torch.Generator().manual_seed(drawing.seed), text
@@ -73,9 +71,9 @@ def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None 
         logits = applied.logits(applied.transform(so_far))[0, :, -1].double()
         if not logits.isfinite().all():
             raise NumericsError(
-                "the model's output is not finite, so no text goes on from it; train it with a lower --lr"
+                "the model's output is NaN or Inf, so it cannot continue the text; train it with a lower --lr"
             )
-        # The last one stands for characters that the model does not know: no such character can be written.
+        # The last entry stands for unknown characters and cannot be written.
         logits[-1] = -math.inf
         character = applied.classes[draw(logits, generator, temperature=drawing.temperature, top=top)]
         so_far = (so_far + character)[-applied.transform.context :]
@@ -83,27 +81,27 @@ def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None 
 
 
 def draw(logits: Tensor, generator: torch.Generator, *, temperature: float, top: int | None) -> int:
-    """Return an index of (classes,) logits, drawn by their probabilities."""
+    """Sample an index of (classes,) logits by their probabilities."""
     if temperature == 0:
         return int(logits.argmax())
     best = logits.sort(descending=True, stable=True)
     count = len(logits) if top is None else min(top, len(logits))
-    # Differences to the largest are 0 or less, and no temperature makes them infinite upwards.
+    # Differences to the largest are 0 or less, so no temperature makes them +Inf.
     probabilities = ((best.values[:count] - best.values[0]) / temperature).softmax(0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def unshifted(source: TextSource) -> Windows:
-    """Return windows as they are evaluated, each from its beginning."""
+    """Return windows without offset, for evaluation."""
     return Windows(source, Shift(data_seed=0, augment=parse_augment("none")))
 
 
 def windows_of(applied: Applied, path: Path) -> tuple[Windows, Ids, str]:
-    """Return the windows of a text file, in the characters that the model knows, their ids, and the file's name.
+    """Return the windows of a text file in the model's vocabulary, their ids, and the file's name.
 
     Raises:
-        RefusedError: it cannot be read.
-        UsageError: it has no window.
+        RefusedError: the file is unreadable.
+        UsageError: it is shorter than a window.
     """
     text, name = read_text(path)
     assert isinstance(applied.transform, TextPreparation)
@@ -111,7 +109,8 @@ def windows_of(applied: Applied, path: Path) -> tuple[Windows, Ids, str]:
     source = TextSource(codes=encode(text, applied.classes), context=context)
     if source.windows < 1:
         raise UsageError(
-            f"--data-dir ({path}) has {plural(len(text), 'character')}, and one window takes {context + 1}"
+            f"--data-dir ({path}) has {plural(len(text), 'character')}, and a window needs "
+            f"{context + 1}; use a longer text"
         )
     return unshifted(source), np.arange(source.windows), name
 
@@ -119,7 +118,7 @@ def windows_of(applied: Applied, path: Path) -> tuple[Windows, Ids, str]:
 def evaluate_text(
     applied: Applied, windows: Windows, ids: Ids, *, name: str, own: bool, out: Path | None, batch_size: int | None
 ) -> int:
-    """Print how well a model predicts the characters of windows, and write it to the folder `out`; return 0."""
+    """Print the bits per character of a model on windows, write them to the folder `out`, and return 0."""
     loss, correct, count = 0.0, 0, 0
     rows = min(batch_size, len(ids)) if batch_size else applied.card.batch_size
     for batch in padded_batches(ids, windows.labels_of, rows):
@@ -131,7 +130,7 @@ def evaluate_text(
     found = {"characters": count, "accuracy": correct / count, "loss": loss / count, **per_character(loss / count)}
     print(
         f"{applied.card.model} on {plural(count, 'character')} of {name}: {found['bits_per_character']:.4f} bits per "
-        f"character, perplexity {found['perplexity']:.3f}, {percent(correct / count, 2)} of the next characters right"
+        f"character, perplexity {found['perplexity']:.3f}, {percent(correct / count, 2)} of the next characters correct"
     )
     if own:
         same = applied.card.accuracy == correct / count

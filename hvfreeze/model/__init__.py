@@ -1,1 +1,1 @@
-"""A model as an ordered chain of blocks, its sources and its weights. Knows no ranks, no data and no training."""
+"""Models as ordered chains of blocks: their sources and weights. Independent of ranks, data and training."""

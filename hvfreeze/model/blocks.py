@@ -2,13 +2,13 @@
 
     chain = cut_into_blocks(torchvision.models.resnet18())        # stem, layer1, layer2, layer3, layer4, head
     h = chain.prefix(3)(images)                                   # one tensor at every cut
-    logits = chain.suffix(3)(h)                                   # bit for bit what the model gives; h is unchanged
+    logits = chain.suffix(3)(h)                                   # the model's output bit for bit; h is unchanged
 
-Your own model, when torch.fx can read its forward pass off:
+A custom model whose forward pass torch.fx can trace:
 
     chain = cut_into_blocks(net, scheme="encoder,classifier", example=images)
 
-and any other, written out with the functions that run between its modules:
+Any other custom model, written out with the functions between its modules:
 
     chain = Chain.from_modules(net, [("encoder", net.encoder), ("head", [net.pool, torch.flatten, net.fc])])
 """
@@ -35,7 +35,7 @@ NAMES_SHOWN = 16
 
 
 def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
-    """Return the blocks of `scheme` in forward order, each with its name and steps."""
+    """Group steps into the blocks of `scheme`, in forward order; return names and steps."""
     starts = layout.schemes.get(scheme) or _named_starts(layout, scheme)
     blocks = {leaf: block for block, leaf in starts.items()}
     groups: list[tuple[str, list[Step]]] = []
@@ -48,11 +48,11 @@ def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
 
 
 class IndivisibleError(UsageError):
-    """A model has no two blocks, or cannot be divided at all."""
+    """The model cannot be divided into two blocks."""
 
 
 class Ownership:
-    """Which blocks run a module or use a parameter or buffer, by its dotted name in the model."""
+    """Index of the blocks that use a module, a parameter or a buffer, by dotted name."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         self._claimed: dict[str, set[int]] = {}
@@ -64,13 +64,13 @@ class Ownership:
                     self._inside.setdefault(around, set()).add(index)
 
     def blocks_with(self, name: str) -> set[int]:
-        """Return the indices of the blocks that own `name`, what contains it, or a part of it."""
+        """Return the indices of the blocks that own `name`, a module around it, or a part of it."""
         claims = [self._claimed.get(path, set()) for path in (name, *_containers(name))]
         return set().union(*claims, self._inside.get(name, set()))
 
 
 class Owned(NamedTuple):
-    """What a block has of a model: modules that run in it alone, and names of parameters and buffers."""
+    """The modules, parameters and buffers of a model that belong to one block."""
 
     modules: tuple[nn.Module, ...]
     parameters: tuple[str, ...]
@@ -78,10 +78,10 @@ class Owned(NamedTuple):
 
 
 def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
-    """Return what each block has; every parameter and buffer belongs to exactly one."""
+    """Assign modules, parameters and buffers to blocks; each parameter and buffer belongs to exactly one."""
     names = [name for name, _ in groups]
     if not names or len(set(names)) < len(names):
-        raise UsageError(f"blocks ({', '.join(names)}): there must be at least one, and no name twice")
+        raise UsageError(f"blocks ({', '.join(names)}): give at least one block, with different names")
     owners = Ownership(groups)
     parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
     buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
@@ -96,7 +96,7 @@ def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
 
 
 def _check_dropouts(model: nn.Module, owners: Ownership, blocks: Sequence[str]) -> None:
-    """Refuse a dropout that runs in two blocks: with one of them frozen, it would be off in the other too."""
+    """Raise UsageError for a dropout in two blocks: freezing one of them would disable it in the other."""
     users: dict[nn.Module, set[int]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _DropoutNd):
@@ -104,7 +104,7 @@ def _check_dropouts(model: nn.Module, owners: Ownership, blocks: Sequence[str]) 
             if len(users[module]) > 1:
                 shared = " and ".join(blocks[index] for index in sorted(users[module]))
                 raise IndivisibleError(
-                    f"blocks ({', '.join(blocks)}): {name}, a dropout, is used by {shared}; make one for each"
+                    f"blocks ({', '.join(blocks)}): the dropout {name} is used by {shared}; use one dropout per block"
                 )
 
 
@@ -116,8 +116,8 @@ def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: S
         users = owners.blocks_with(name) | seen.get(id(tensor), set())
         if not users:
             raise IndivisibleError(
-                f"blocks ({', '.join(blocks)}): {name} belongs to none of them. Name blocks that run all of the model; "
-                "with Chain.from_modules say in owns= what functions use"
+                f"blocks ({', '.join(blocks)}): {name} belongs to no block; name blocks that cover the "
+                f"whole model, or list what functions use in owns= of Chain.from_modules"
             )
         if len(users) > 1:
             shared = " and ".join(blocks[index] for index in sorted(users))
@@ -135,7 +135,7 @@ def _containers(name: str) -> list[str]:
 
 
 def _opened(steps: Iterable[Step], starts: set[str]) -> Iterator[Step]:
-    """Yield the steps, in parts where a block starts inside one."""
+    """Yield the steps, split if a block starts inside one."""
     for step in steps:
         if any(leaf.name in starts for leaf in step.leaves[1:]):
             yield from _opened(step.parts, starts)
@@ -144,7 +144,7 @@ def _opened(steps: Iterable[Step], starts: set[str]) -> Iterator[Step]:
 
 
 def _named_starts(layout: Layout, scheme: str) -> Mapping[str, str]:
-    """Return block name -> name of the finest step that it starts with; what runs before the first is a block too."""
+    """Return the first step of each block, by block name; the steps before the first name are a block too."""
     leaves = [leaf.name for step in layout.steps for leaf in step.leaves]
     starts: dict[str, str] = {}
     reached = -1
@@ -164,11 +164,14 @@ def _named_starts(layout: Layout, scheme: str) -> Mapping[str, str]:
 def _cannot_start(layout: Layout, scheme: str, name: str) -> str:
     leaves = [leaf for step in layout.steps for leaf in step.leaves]
     around = [leaf.name for leaf in leaves if any(name == own or name.startswith(f"{own}.") for own in leaf.owns)]
-    why = f"{name} runs inside {around[0]}, which is not divided" if around else f"there is no module {name!r}"
+    why = f"{name} is inside {around[0]}, which cannot be divided" if around else f"there is no module {name!r}"
     names = [step.name for step in layout.steps]
     known = ", ".join([*names[:NAMES_SHOWN], "..."] if len(names) > NAMES_SHOWN else names)
     schemes = ", ".join(layout.schemes)
-    return f"blocks ({scheme}): {why}; give {schemes}, or names that start a block, in forward order, out of {known}"
+    return (
+        f"blocks ({scheme}): {why}; use {schemes}, or names of modules that start a block, in "
+        f"forward order, from {known}"
+    )
 
 
 Part = nn.Module | Call | Sequence[nn.Module | Call]
@@ -176,11 +179,11 @@ Part = nn.Module | Call | Sequence[nn.Module | Call]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The smallest unit that can be frozen: calls that run one after another, and what they own of the model.
+    """The smallest unit that can be frozen: a sequence of calls, with their modules, parameters and buffers.
 
     Attributes:
         name: unique in the chain.
-        steps: modules and functions; the first takes the block's input, none changes it.
+        steps: modules and functions; the first takes the block's input and does not change it.
         modules: every submodule that runs in this block alone.
         parameter_names: the block's parameters, as in `model.named_parameters()`.
         buffer_names: the block's buffers, as in `model.named_buffers()`.
@@ -206,8 +209,7 @@ class Chain:
     Attributes:
         model: the original module; its state_dict is the chain's.
         blocks: in forward order; the last is the head, which is never frozen.
-        tied: names of parameters of the first block that the last one uses too, as a language model's output does
-            its embedding.
+        tied: names of parameters that the first and the last block share, such as a language model's embedding.
     """
 
     model: nn.Module
@@ -216,7 +218,7 @@ class Chain:
 
     @property
     def containers(self) -> tuple[nn.Module, ...]:
-        """The modules whose own forward pass runs the blocks; none, where a chain is run block by block."""
+        """Modules whose forward pass runs the blocks; empty for a chain that runs block by block."""
         return ()
 
     @classmethod
@@ -229,14 +231,14 @@ class Chain:
         tied: Sequence[str] = (),
         example: Tensor | None = None,
     ) -> Chain:
-        """Return `model` as the blocks that the caller writes out.
+        """Build a chain from blocks that the caller defines.
 
         Args:
-            model: the module whose forward pass the parts repeat.
+            model: the module whose forward pass equals the parts.
             parts: for each block its name and a submodule of `model`, a function, or a list of these, in forward order.
             owns: block name -> names of parameters, buffers and modules that the block's functions use.
-            tied: names of parameters of the first block that functions of the last one use too.
-            example: inputs, (N, ...); when given, `verify` is called with them.
+            tied: names of parameters of the first block that functions of the last block also use.
+            example: inputs, (N, ...), for `verify`; None skips the check.
 
         Raises:
             UsageError: a module is not part of `model`, a parameter belongs to no block or to several.
@@ -288,14 +290,14 @@ class Chain:
         return [module for block in self._range(start, stop) for module in block.modules]
 
     def verify(self, example: Tensor) -> None:
-        """Run `example`, (N, ...), through the blocks and the model, and compare; modes and buffers stay as they were.
+        """Check that the blocks compute the same as the model for `example`, (N, ...); modes and buffers are unchanged.
 
-        In evaluation mode, and in training mode with the same random numbers, which tells where a dropout stands. The
-        latter is left out where the model itself refuses so few rows. Both must change the same buffers, and give
+        Compares evaluation mode, and training mode with equal random numbers, which finds misplaced dropouts. Training
+        mode is skipped if the model itself refuses so few rows. Blocks and model must change the same buffers and give
         gradients to the same parameters.
 
         Raises:
-            UsageError: a block fails, changes its input or gives no tensor, or the results are not equal bit for bit.
+            UsageError: a block fails, changes its input or returns no tensor, or results are not equal bit for bit.
         """
         with state_kept(self.model):
             for training in (False, True):
@@ -303,24 +305,25 @@ class Chain:
                 if differs:
                     how = " while it trains" if training else ""
                     raise UsageError(
-                        f"blocks ({', '.join(block.name for block in self.blocks)}): run one after another they do not "
-                        f"{differs}{how}. Call each module once, and as the images pass through, and switch "
-                        "requires_grad off in place of torch.no_grad; write any other model out with Chain.from_modules"
+                        f"blocks ({', '.join(block.name for block in self.blocks)}): run in order they "
+                        f"do not {differs}{how}; call each module once, in the order of the data, "
+                        f"and use requires_grad=False instead of torch.no_grad; write any other "
+                        f"model out with Chain.from_modules"
                     )
 
     def _differs(self, example: Tensor, *, training: bool) -> str:
-        """Return what the blocks do not do as the model's own forward pass does, "" where there is nothing."""
+        """Return the difference between the blocks and the model's forward pass, "" if there is none."""
         model, name = self.model, type(self.model).__name__
         model.train(training)
         with torch.set_grad_enabled(training):
             torch.manual_seed(0)
             try:
-                # The blocks begin with the buffers that the model began with: some change in each pass.
+                # The blocks start with the same buffers as the model: a forward pass may change them.
                 with state_kept(model):
                     expected = model(example.clone())
                     buffers = {buffer: tensor.clone() for buffer, tensor in model.named_buffers()}
             except Exception as error:  # the user's module may fail in any way
-                if training and isinstance(error, ValueError):  # a BatchNorm that is given one value a channel
+                if training and isinstance(error, ValueError):  # a BatchNorm with one value per channel
                     return ""
                 when = " while it trains" if training else ""
                 raise UsageError(f"model ({name}): its forward pass fails{when}: {told(error)}") from error
@@ -329,37 +332,36 @@ class Chain:
             for block in self.blocks:
                 output = _checked(block, output)
         if not (isinstance(expected, Tensor) and torch.equal(output, expected)):
-            return f"give what the forward pass of {name} gives"
+            return f"return what the forward pass of {name} returns"
         for buffer, tensor in model.named_buffers():
             if not torch.equal(tensor, buffers[buffer]):
-                return f"change the buffer {buffer} as the forward pass of {name} does"
+                return f"change the buffer {buffer} like the forward pass of {name}"
         reached = _reached(expected) ^ _reached(output)
         odd = [parameter for parameter, tensor in model.named_parameters() if tensor in reached]
-        return f"give {odd[0]} a gradient where the forward pass of {name} does, and only there" if odd else ""
+        return f"give {odd[0]} a gradient exactly when the forward pass of {name} does" if odd else ""
 
     def _range(self, start: int, stop: int | None) -> tuple[Block, ...]:
         return self.blocks[self._bound(start) : self._bound(len(self.blocks) if stop is None else stop)]
 
     def _bound(self, cut: int) -> int:
         if not 0 <= cut <= len(self.blocks):
-            raise UsageError(f"cut ({cut}) must lie in 0..{len(self.blocks)}, the number of blocks")
+            raise UsageError(f"cut ({cut}) must be in 0..{len(self.blocks)}, the number of blocks")
         return cut
 
 
 def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor | None = None) -> Chain:
-    """Return `model` as a chain of blocks.
+    """Divide `model` into a chain of blocks.
 
     Args:
-        model: a torchvision classifier, or any module whose forward pass torch.fx can read off.
+        model: a torchvision classifier, or any module whose forward pass torch.fx can trace.
         scheme: `stage`, `residual` (the finest blocks; for ResNets the residual blocks), `paper` (ResNets: conv1,
-            bn1+relu+maxpool, layer1-4, head), or NAME,NAME,...: each names a module that starts a block, in forward
-            order; what runs before the first is a block too. For a module of your own, `stage` makes each child with
-            parameters a block.
-        example: inputs, (N, ...), on which the chain is compared with the model's own forward pass. Needed for a
-            module of your own, unless it is an nn.Sequential; optional otherwise.
+            bn1+relu+maxpool, layer1-4, head), or NAME,NAME,...: modules that start a block, in forward order; the steps
+            before the first are a block too. For a custom module, `stage` makes each child with parameters a block.
+        example: inputs, (N, ...), for comparing the chain with the model's own forward pass. Required for a custom
+            module that is not an nn.Sequential; else optional.
 
     Raises:
-        UsageError: the scheme names what cannot start a block, or the blocks do not repeat the model's forward pass.
+        UsageError: a name of the scheme cannot start a block, or the blocks do not equal the model's forward pass.
     """
     layout = layout_of(model)
     try:
@@ -367,13 +369,13 @@ def cut_into_blocks(model: nn.Module, *, scheme: str = "stage", example: Tensor 
     except UsageError as error:
         if example is None or layout.verified:
             raise
-        # Its forward pass may do more than to run its children. torch.fx takes a tenth of a second to import.
+        # Its forward pass may do more than run its children. Importing torch.fx takes a tenth of a second.
         from hvfreeze.model.forward_steps import forward_layout
 
         try:
             return cut_by(forward_layout(model, example), model, scheme=scheme, example=example)
         except UsageError as other:
-            # Where it runs its children, and no more, it is the names that are wrong.
+            # If it only runs its children, the names are wrong.
             if _runs_its_children(layout, model, example):
                 raise error from None
             raise other from error
@@ -388,12 +390,12 @@ def _runs_its_children(layout: Layout, model: nn.Module, example: Tensor) -> boo
 
 
 def cut_by(layout: Layout, model: nn.Module, *, scheme: str, example: Tensor | None) -> Chain:
-    """Return `model` as a chain of blocks of its layout's steps; see `cut_into_blocks`."""
+    """Divide `model` into blocks of its layout's steps; see `cut_into_blocks`."""
     chain = _assemble(model, group_steps(layout, scheme=scheme), tied=layout.tied)
     if example is None and not layout.verified:
         raise UsageError(
-            f"blocks ({scheme}): {type(model).__name__} is no torchvision classifier, so its blocks must be compared "
-            "with its own forward pass once: pass example=, a batch of its inputs"
+            f"blocks ({scheme}): {type(model).__name__} is not a torchvision classifier, so its blocks "
+            f"must be compared with its forward pass: pass a batch of its inputs as example="
         )
     if example is not None:
         chain.verify(example)
@@ -412,7 +414,7 @@ def _assemble(model: nn.Module, groups: Sequence[Group], *, tied: Sequence[str] 
 
 
 def _reached(output: Tensor) -> set[Any]:
-    """Return the tensors that gradients of `output` end at."""
+    """Return the leaf tensors of `output`'s gradient graph."""
     found, ahead, seen = set[Any](), [output.grad_fn], set[Any]()
     while ahead:
         node = ahead.pop()
@@ -430,12 +432,12 @@ def _checked(block: Block, x: Tensor) -> Tensor:
     except Exception as error:  # the user's module may fail in any way
         raise UsageError(f"block {block.name} cannot run on a tensor of shape {tuple(x.shape)}: {error}") from error
     if not isinstance(output, Tensor):
-        raise UsageError(f"block {block.name} gives a {type(output).__name__}; the boundary of a block is one tensor")
+        raise UsageError(f"block {block.name} returns a {type(output).__name__}; blocks must return one tensor")
     if output.shape[:1] != x.shape[:1]:
         raise UsageError(
-            f"block {block.name} gives a tensor of shape {tuple(output.shape)} for {len(x)} samples; let it end where "
-            "there is a row for each sample"
+            f"block {block.name} returns a tensor of shape {tuple(output.shape)} for {len(x)} samples; "
+            f"end it where the tensor has a row per sample"
         )
     if x._version != version:
-        raise UsageError(f"block {block.name} changes its input in place: start it after the operation that does so")
+        raise UsageError(f"block {block.name} changes its input in place; start it after the in-place operation")
     return output

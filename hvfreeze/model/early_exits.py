@@ -1,7 +1,7 @@
-"""Models with exits: behind groups of blocks, small networks that give logits before the whole model does.
+"""Early exits: small networks after groups of blocks that predict before the whole model has run.
 
-The networks are critics of local critic training (`hvfreeze.strategies.local_critics`). They lie in the model, under a
-name of their own, so that one state_dict has both.
+These are the critics of local critic training (`hvfreeze.strategies.local_critics`). They are a submodule of the model,
+so one state_dict holds both.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ WIDTH, CELLS, POOLED = 64, 8, 4
 
 
 class Critic(nn.Module):
-    """A layer group's output to logits, (B, classes).
+    """A small classifier from the output of a layer group to logits, (B, classes).
 
-    Maps, (B, C, H, W), are averaged to at most 8 x 8 cells; then follow a 3 x 3 convolution of 64 channels, ReLU, a
-    mean over at most 4 x 4 cells, and a linear layer. Tokens, (B, T, D), are averaged, and for these and for vectors,
-    (B, D), a linear layer takes the convolution's place. So a critic costs little wherever it stands.
+    Maps, (B, C, H, W), are averaged to at most 8 x 8 cells, followed by a 3 x 3 convolution of 64 channels, ReLU, a
+    mean over at most 4 x 4 cells, and a linear layer. Tokens, (B, T, D), are averaged; these and vectors, (B, D), have
+    a linear layer instead of the convolution. A critic is cheap after every layer.
 
     Args:
-        shape: of the output, of any number of rows.
-        classes: outputs.
-        turned: the output's last side belongs in the second place: maps are (B, H, W, C), or tokens (B, D, T).
+        shape: shape of the group's output, with any number of rows.
+        classes: number of outputs.
+        turned: whether to move the last dimension to the second place: maps are (B, H, W, C), or tokens (B, D, T).
 
     Raises:
-        UsageError: the output is none of these.
+        UsageError: the output has another shape.
     """
 
     def __init__(self, shape: Sequence[int], *, classes: int, turned: bool = False) -> None:
@@ -57,8 +57,8 @@ class Critic(nn.Module):
             self.features, inputs = nn.Linear(shape[-1], WIDTH), WIDTH
         else:
             raise UsageError(
-                f"a critic cannot read a tensor of shape {tuple(shape)}: it reads maps (B, C, H, W), tokens (B, T, D) "
-                "and vectors (B, D); begin parts at other blocks (--cut-at)"
+                f"a critic cannot read a tensor of shape {tuple(shape)}: it reads maps (B, C, H, W), "
+                f"tokens (B, T, D) and vectors (B, D); start parts at other blocks with --cut-at"
             )
         self.logits = nn.Linear(inputs, classes)
 
@@ -74,7 +74,7 @@ class Critic(nn.Module):
 
 
 class Critics(nn.ModuleList):
-    """The critics of a model; what they are given goes on unchanged, as an nn.Sequential runs whatever lies in it."""
+    """The critics of a model. Calling them returns the input, so they can be a child of an nn.Sequential."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`."""
@@ -82,7 +82,7 @@ class Critics(nn.ModuleList):
 
 
 def shrunk(x: Tensor, most: int) -> Tensor:
-    """Return maps averaged to at most `most` cells a side; anything else as it is."""
+    """Average maps to at most `most` cells a side; return other tensors unchanged."""
     if x.dim() < 4:
         return x
     height, width = (min(side, most) for side in x.shape[2:])
@@ -91,12 +91,12 @@ def shrunk(x: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EarlyExits:
-    """A chain in groups of blocks, with a critic behind each but the last; exit i is behind group i.
+    """A chain in groups of blocks, with a critic after each group but the last; exit i is after group i.
 
     Attributes:
-        chain: its model has the critics as its submodule `CRITICS`.
-        groups: blocks lo..hi-1 of each, which together are all.
-        critics: one fewer.
+        chain: the chain, whose model has the critics as its submodule `CRITICS`.
+        groups: blocks lo..hi-1 of each group, which together are all blocks.
+        critics: the critics, one per group but the last.
     """
 
     chain: Chain
@@ -108,12 +108,12 @@ class EarlyExits:
         return self.chain.run(x, *self.groups[number])
 
     def answer(self, number: int, output: Tensor) -> Tensor:
-        """Return the logits, (B, classes), of the exit behind a group with this output."""
+        """Return the logits, (B, classes), of the exit after a group with this output."""
         logits: Tensor = self.critics[number](output) if number < len(self.critics) else output
         return logits
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """Return every exit's logits, (B, classes) each, for images (B, C, H, W)."""
+        """Return the logits of all exits, (B, classes) each, for images (B, C, H, W)."""
         found = []
         for number in range(len(self.groups)):
             images = self.group(number, images)
@@ -122,9 +122,9 @@ class EarlyExits:
 
     @torch.no_grad()
     def work(self, image: Tensor) -> list[tuple[int, int]]:
-        """Return the floating-point operations of every group, and of the critic behind it (the last has none).
+        """Count the floating-point operations of each group and of its critic, if any, for `image`, (1, C, H, W).
 
-        Counted, as by `work_of`, for `image`, (1, C, H, W).
+        See `work_of`.
         """
         found = []
         with in_evaluation(self.chain.model):
@@ -138,26 +138,26 @@ class EarlyExits:
 
 
 def work_until(parts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return what a sample costs that leaves at each exit, of `EarlyExits.work`: it has asked all exits before too."""
+    """Return the operations of a sample that leaves at each exit, from `EarlyExits.work`, with all earlier exits."""
     return list(accumulate(group + critic for group, critic in parts))
 
 
 def add_exits(chain: Chain, starts: Sequence[int], *, example: Tensor, classes: int) -> EarlyExits:
-    """Give the chain's model critics behind the groups that end where another begins, and return its exits.
+    """Add critics to a chain's model, after the groups before `starts`, and return the exits.
 
-    What starts at random comes from torch's generator; of `example`, (B, C, H, W), only the shape counts.
+    Random weights come from torch's generator.
 
     Args:
         chain: the model in blocks.
-        starts: the blocks at which groups begin, but for the first; ascending.
-        example: images.
-        classes: the model's.
+        starts: first blocks of the groups after the first one, ascending.
+        example: images, (B, C, H, W), of which only the shape is used.
+        classes: number of classes of the model.
 
     Raises:
-        UsageError: a critic cannot read or understand what is there, or the model has a part of the critics' name.
+        UsageError: a critic cannot read a group's output, or the model has a submodule with the critics' name.
     """
     if hasattr(chain.model, CRITICS):
-        raise UsageError(f"the model has a part {CRITICS!r} of its own, where its critics are to lie; rename it")
+        raise UsageError(f"the model has a part {CRITICS!r} , the name of its critics; rename it")
     groups = tuple(pairwise((0, *starts, len(chain.blocks))))
     stops, critics = [stop for _, stop in groups[:-1]], []
     last, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
@@ -170,7 +170,7 @@ def add_exits(chain: Chain, starts: Sequence[int], *, example: Tensor, classes: 
 
 
 def first_sure(probabilities: Tensor, confidence: float) -> Tensor:
-    """Return (B,), the first exit whose best probability is at least `confidence`; the last where none is.
+    """Return the first exit of each sample whose best probability is at least `confidence`, else the last, (B,).
 
     `probabilities` are (exits, B, classes).
     """

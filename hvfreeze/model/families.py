@@ -1,6 +1,6 @@
-"""Each classification family's forward pass as steps, written by hand after that family's own `forward`.
+"""The forward pass of each classification family as steps, written after the family's `forward`.
 
-Names of steps are names of modules. The stages of each family are where its resolution changes, or its own stages.
+Steps have the names of modules. Stages begin where the resolution changes, or are the family's own stages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hvfreeze.model.tiny_lm import EMBEDDING
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Return the steps of `model`: by its family for a classifier of a library, as its children for any other module.
+    """Return the steps of `model`: those of its family for a library's classifier, else its children.
 
     Raises:
-        UsageError: the model has auxiliary heads, or it has no child with parameters.
+        UsageError: the model has auxiliary heads, or no child with parameters.
     """
-    # By exact class: a subclass may have another forward pass, and is taken as a module of one's own.
+    # By exact class: a subclass may have another forward pass, and counts as a custom module.
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     return FAMILIES.get(kind, children_layout)(model)
 
@@ -155,7 +155,7 @@ def _mnasnet(model: nn.Module) -> Layout:
 
 def _efficientnet(model: nn.Module) -> Layout:
     body = sequence(model, "features")
-    # The classifier starts with a dropout that works in place: no block may start there.
+    # The classifier starts with an in-place dropout: no block may start there.
     tail = [make_step(model, "avgpool", _flatten, "classifier")]
     return classifier_layout(model, body, tail, stages=[step.name for step in body[1:]])
 
@@ -232,8 +232,8 @@ def _inception(model: nn.Module, tail: Sequence[Step], *, stages: Sequence[str])
     auxiliary = [name for name in children if name.lower().startswith("aux")]
     if auxiliary:
         raise UsageError(
-            f"model ({type(model).__name__}) has auxiliary heads ({', '.join(auxiliary)}), so its forward pass is no "
-            "chain: construct it with aux_logits=False"
+            f"model ({type(model).__name__}) has auxiliary heads ({', '.join(auxiliary)}), so its "
+            f"forward pass is not a chain; construct it with aux_logits=False"
         )
     body = [make_step(model, name) for name in children if name not in {"avgpool", "dropout", "fc"}]
     rescale: Call = model._transform_input  # type: ignore[assignment]

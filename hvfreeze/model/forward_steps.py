@@ -1,8 +1,7 @@
-"""The steps of a module of one's own whose forward pass does more than to run its children, read off by torch.fx.
+"""Divide the forward pass of a custom module into steps with torch.fx, if it does more than run its children.
 
-Such as `self.fc(F.relu(self.conv(x)).flatten(1))`. The forward pass is recorded once, with a value that stands for any
-images. Where one tensor with a row for each image is all that the rest depends on, a step ends: a residual connection
-lies within a step.
+An example is `self.fc(F.relu(self.conv(x)).flatten(1))`. The forward pass is traced once with symbolic images. A step
+ends where the rest depends on a single tensor with a row per image, so a residual connection is inside a step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.steps import BATCH_NORMS, Call, Layout, Step, block_starts
 
 OUTSIDE = (operator.getitem, getattr)
-"""Functions that take a tensor out of what is none, which must not lie between two steps."""
+"""Functions that take a tensor out of a tuple or the like, which must not be between two steps."""
 DROPOUTS: dict[type[Any], Call] = {
     nn.Dropout: functional.dropout,
     nn.Dropout1d: functional.dropout1d,
@@ -34,11 +33,11 @@ DROPOUTS: dict[type[Any], Call] = {
 
 
 def forward_layout(model: nn.Module, example: Tensor) -> Layout:
-    """Return the steps of any module's forward pass: `stage` has a block a child, `residual` a block a finest step.
+    """Return the steps of a module's forward pass: scheme `stage` has a block per child, `residual` one per finest
+    step.
 
     Raises:
-        UsageError: the forward pass cannot be read off, fails on `example`, (N, ...), or holds no module with
-            parameters.
+        UsageError: the forward pass cannot be traced, fails on `example`, (N, ...), or has no module with parameters.
     """
     coarse = _steps_of(model, Whole(), example)
     steps = coarse if len(block_starts(model, coarse)) > 1 else _steps_of(model, Tracer(), example)
@@ -47,9 +46,9 @@ def forward_layout(model: nn.Module, example: Tensor) -> Layout:
 
 
 def used_last(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules in the last one with parameters that a forward pass calls, but for BatchNorm.
+    """Return the modules inside the last called module with parameters, without BatchNorm.
 
-    There are none where a parameter is used behind it directly. None where the forward pass cannot be read off.
+    Empty if the forward pass uses a parameter directly after it; None if it cannot be traced.
     """
     try:
         with in_evaluation(model):
@@ -68,15 +67,15 @@ def used_last(model: nn.Module) -> list[nn.Module] | None:
 
 
 class Whole(Tracer):
-    """Follows the module's own forward pass, and takes the modules that it calls as they are, but for sequences."""
+    """A tracer that follows a module's own forward pass and keeps the called modules whole, except sequences."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Tell whether a module is one operation."""
+        """Return True if a module is a single operation."""
         return type(m) is not nn.Sequential
 
 
 class Rows(Interpreter):
-    """Runs a graph, and notes which operations give a tensor with a row for each of the images."""
+    """An interpreter that runs a graph and records the operations whose result has a row per image."""
 
     def __init__(self, model: nn.Module, graph: Graph, images: int) -> None:
         super().__init__(model, graph=graph)
@@ -84,7 +83,7 @@ class Rows(Interpreter):
         self.kept = set[Node]()
 
     def run_node(self, n: Node) -> Any:
-        """Return what an operation gives."""
+        """Run an operation and return its result."""
         value = super().run_node(n)
         if isinstance(value, Tensor) and value.shape[:1] == (self.images,):
             self.kept.add(n)
@@ -95,16 +94,16 @@ def _steps_of(model: nn.Module, tracer: Tracer, example: Tensor) -> list[Step]:
     try:
         with in_evaluation(model), torch.no_grad():
             graph = tracer.trace(model)
-            # More images than the usual two: a side of two, as of stacked branches, must not pass for them.
+            # More images than the usual two, to distinguish them from a dimension of two, as of stacked branches.
             images = torch.cat([example] * 3)
             rows = Rows(model, graph, len(images))
             rows.run(images)
     except Exception as error:  # the user's module may fail in any way
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"model ({type(model).__name__}): what its forward pass does cannot be read off ({reason}), and it is more "
-            "than to run its children in the order in which they were defined; write its blocks out with "
-            "Chain.from_modules"
+            f"model ({type(model).__name__}): torch.fx cannot trace its forward pass ({reason}), which "
+            f"does more than run its children in the order of definition; write its blocks out with "
+            f"Chain.from_modules"
         ) from error
     try:
         return _joined(list(_parts(model, list(_segments(graph, rows.kept)))))
@@ -113,24 +112,24 @@ def _steps_of(model: nn.Module, tracer: Tracer, example: Tensor) -> list[Step]:
 
 
 def _segments(graph: Graph, kept: set[Node]) -> Iterator[list[Node]]:
-    """Yield the operations of each step: between two of them goes one value, which the last one before gave.
+    """Yield the operations of each step. Consecutive steps share one value, the last result of the former.
 
-    It is one of `kept`.
+    That value is in `kept`.
     """
     _name_changed(graph)
     images, *others = [node for node in graph.nodes if node.op == "placeholder"]
     if any(not node.args for node in others if node.users):
-        raise UsageError(f"takes {others[0].name} beside the images; give it a default, or leave it out")
+        raise UsageError(f"takes {others[0].name} in addition to the images; give it a default or remove it")
     nodes = [node for node in graph.nodes if node.op not in {"placeholder", "get_attr"}]
     [result] = nodes.pop().args
     if not isinstance(result, Node):
         raise UsageError(
-            "gives more than a tensor of logits; let it give these alone, and what losses need in a script"
+            "returns more than a tensor of logits; return the logits alone, and compute losses in your training script"
         )
     nodes = _needed(nodes, result)
     last_use = {used: place for place, node in enumerate(nodes) for used in node.all_input_nodes}
     last_use[result] = len(nodes)
-    # Every value has as many samples as the images: how many it is can be asked of any of them.
+    # Every value has the batch size of the images, so any value can provide it.
     last_use = {node: place for node, place in last_use.items() if not _is_batch_size(node)}
     segment: list[Node] = []
     alive = {images}
@@ -145,11 +144,11 @@ def _segments(graph: Graph, kept: set[Node]) -> Iterator[list[Node]]:
             yield segment
             segment = []
     if segment:
-        raise UsageError("calls modules after the logits are there, whose answers nobody uses; leave these out")
+        raise UsageError("calls modules after the logits without using their results; remove these calls")
 
 
 def _name_changed(graph: Graph) -> None:
-    """Let what is done after a value was changed in place be done with what changed it, so that this counts."""
+    """Make later uses of a value depend on the operations that changed it in place."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -160,7 +159,7 @@ def _name_changed(graph: Graph) -> None:
 
 
 def _needed(nodes: Sequence[Node], result: Node) -> list[Node]:
-    """Return the operations that the result depends on, and all modules that are called, in order."""
+    """Return the operations that the result depends on, and all called modules, in order."""
     found: list[Node] = []
     needed = {result}
     for node in reversed(nodes):
@@ -171,7 +170,7 @@ def _needed(nodes: Sequence[Node], result: Node) -> list[Node]:
 
 
 def _is_batch_size(node: Node) -> bool:
-    """Tell whether a value is `x.size(0)` or `x.shape[0]`, or what the number is then taken out of."""
+    """Return True if a value is `x.size(0)`, `x.shape[0]`, or the shape that the number is taken from."""
     if node.op == "call_method" and node.target == "size":
         return node.args[1:] == (0,) or (len(node.args) == 1 and all(map(_is_batch_size, node.users)))
     if node.op == "call_function" and node.target is getattr:
@@ -184,25 +183,25 @@ def _is_batch_size(node: Node) -> bool:
 
 
 class Part(NamedTuple):
-    """What a segment computes, and what it has of the model."""
+    """The computation of a segment, and its modules and parameters."""
 
     call: Call
     owns: tuple[str, ...]
-    """Names of modules and parameters."""
+    """Names of its modules and parameters."""
     begins: bool
-    """Whether it can begin a step."""
+    """Whether it may begin a step."""
     waits: bool = False
-    """Whether it belongs to the step behind it, as `steps.block_starts` has it."""
+    """Whether it belongs to the next step; see `steps.block_starts`."""
 
 
 def _parts(model: nn.Module, segments: Sequence[Sequence[Node]]) -> Iterator[Part]:
     called = [[str(node.target) for node in nodes if node.op == "call_module"] for nodes in segments]
     times = Counter(name for names in called for name in names)
     if not times:
-        raise UsageError("calls no module, so that there is nothing to freeze")
+        raise UsageError("calls no module, so there is nothing to freeze")
     begun = set[str]()
     for number, nodes in enumerate(segments):
-        # A dropout belongs to what it feeds, or else to what is before it.
+        # A dropout belongs to the next step, else to the previous one.
         around = [name for names in (*called[number:], *called[:number][::-1]) for name in names]
         near = min(around, key=lambda name: times[name] > 1)
         part = _part(model, nodes, near, repeated={name for name in called[number] if times[name] > 1})
@@ -212,9 +211,9 @@ def _parts(model: nn.Module, segments: Sequence[Sequence[Node]]) -> Iterator[Par
 
 
 def _part(model: nn.Module, nodes: Sequence[Node], near: str, repeated: set[str]) -> Part:
-    """Return what a segment computes; functions like `F.dropout` in it are in the mode of the module `near`.
+    """Return the computation of a segment. Functions like `F.dropout` take the mode of the module `near`.
 
-    So are dropouts that are `repeated`, called in several places.
+    So do dropouts in `repeated`, which are called in several places.
     """
     modules = tuple(str(node.target) for node in nodes if node.op == "call_module")
     used = [node for each in nodes for node in each.all_input_nodes if node.op == "get_attr"]
@@ -229,14 +228,14 @@ def _part(model: nn.Module, nodes: Sequence[Node], near: str, repeated: set[str]
 
 
 def _drops(node: Node) -> bool:
-    """Tell whether an operation is a function like `F.dropout`, which is told whether the model trains."""
+    """Return True if an operation is a function like `F.dropout`, with an argument for training mode."""
     return (
         node.op == "call_function" and "dropout" in getattr(node.target, "__name__", "") and "training" in node.kwargs
     )
 
 
 def _joined(parts: Sequence[Part]) -> list[Step]:
-    """Return steps of which each begins with a module; functions belong to the step before."""
+    """Join parts to steps that each begin with a module; functions belong to the previous step."""
     steps: list[Step] = []
     waiting: list[Part] = []
     for part in parts:
@@ -255,7 +254,7 @@ def _joined(parts: Sequence[Part]) -> list[Step]:
 
 
 def _by_child(finest: dict[str, str]) -> dict[str, str]:
-    """Return one block for each child of the innermost module that holds all blocks, block -> its first step."""
+    """Return the first step of a block per child of the innermost module that holds all blocks."""
     names = [name.split(".") for name in finest]
     depth = 0
     while min(len(name) for name in names) > depth + 1 and len({name[depth] for name in names}) == 1:
@@ -265,31 +264,31 @@ def _by_child(finest: dict[str, str]) -> dict[str, str]:
     for name, start in finest.items():
         child = ".".join(name.split(".")[: depth + 1])
         if child != before:
-            # A child that runs in two places has two blocks.
+            # A child that is called in two places has two blocks.
             blocks[name if child in blocks else child] = start
         before = child
     return blocks
 
 
 class Value(NamedTuple):
-    """In an argument: the value that an earlier operation of the segment gave; 0 is what the segment was given."""
+    """Placeholder in an argument for an earlier result of the segment; 0 is the segment's input."""
 
     number: int
 
 
 class BatchSize(NamedTuple):
-    """In an argument: of what the segment was given."""
+    """Placeholder in an argument for the batch size of the segment's input."""
 
 
 class Attribute(NamedTuple):
-    """In an argument: a parameter, a buffer or the mode of a module, as it is when it is used."""
+    """Placeholder in an argument for a module's parameter, buffer or mode at the time of the call."""
 
     module: nn.Module
     name: str
 
 
 class Range(NamedTuple):
-    """In an argument: a slice, whose ends may be values."""
+    """Placeholder in an argument for a slice whose bounds may be placeholders."""
 
     start: Any
     stop: Any
@@ -297,7 +296,7 @@ class Range(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A call of a function, or of a value's method of that name."""
+    """A call of a function or of a method."""
 
     target: Any
     args: Any
@@ -340,7 +339,7 @@ def _operations(model: nn.Module, nodes: Sequence[Node], near: str, dropped: Seq
 
 
 def compute(operations: Sequence[Operation], x: Tensor) -> Any:
-    """Return what the last of some operations gives for `x`."""
+    """Run operations on `x` and return the last result."""
     values = [x]
 
     def read(argument: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Image classifiers of the transformers library: from a folder or the Hugging Face cache, as steps, and saved again.
+"""Image classifiers of the transformers library: load them from a folder or the Hugging Face cache, and save them.
 
     model = build_classifier(read_architecture("hf:vit-base"), num_classes=10, image_size=224)
     model.load_state_dict(read_pretrained("hf:vit-base"), strict=False)
     logits = model(images)
 
-Everything but the layouts needs the library, which is imported where it is used.
+Everything but the layouts needs the library, which is imported on demand.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.config.rules import RESAMPLES
+from hvfreeze.data.settings import RESAMPLES
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.steps import Layout, Step, classifier_layout, make_step, split_step
 from hvfreeze.user_code import HF
 
 CONFIGURATION, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of weights, the preferred ones first."""
+"""Names of weight files, the preferred ones first."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 NOT_KEPT = ("architectures", "auto_map", "dtype", "id2label", "label2id", "quantization_config", "torch_dtype")
-"""Entries of a configuration that say nothing of the network, or would fetch code."""
+"""Entries of a configuration that do not describe the network, or would download code."""
 BY_EDGE = ("ConvNext", "Bit", "CLIP", "LeViT", "PoolFormer")
-"""Image processors to which a size that is a number means the shorter side."""
+"""Image processors for which a numeric size is the shorter side."""
 CROP_SHARE, WHOLE_FROM = 224 / 256, 384
-"""The default `crop_pct` of ConvNext's image processor, and the side in pixels from which it crops nothing."""
+"""Default `crop_pct` of ConvNext's image processor, and the side in pixels from which it does not crop."""
 Triple = tuple[float, float, float]
 LONGEST_REASON = 300
-"""Characters of an error of the library."""
+"""Characters of a library error that a message shows."""
 
 
 def _first_token(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _run_in_grid(stage: Any, x: Tensor) -> Tensor:
 
 
 def _items(model: Any, *names: str) -> list[str]:
-    """Return the names of the modules in the first of some lists of the base model that there is."""
+    """Return the names of the modules in the first existing list among `names` of the base model."""
     prefix = model.base_model_prefix
     for name in names:
         try:
@@ -96,7 +96,7 @@ def _items(model: Any, *names: str) -> list[str]:
 
 
 def _layers_layout(model: Any, pick: Callable[[Tensor], Tensor]) -> Layout:
-    """Return the layout of a transformer with tokens (N, T, D); `pick` makes of them what the classifier takes."""
+    """Return the layout of a transformer with tokens (N, T, D); `pick` selects the classifier's input."""
     prefix, layers = model.base_model_prefix, _items(model, "layers", "encoder.layer")
     body = [make_step(model, name) for name in (f"{prefix}.embeddings", *layers)]
     tail = [make_step(model, f"{prefix}.layernorm", pick, "classifier")]
@@ -113,7 +113,7 @@ def _dinov2(model: Any) -> Layout:
 
 
 def _swin(model: Any) -> Layout:
-    """Return the layout with maps (N, H, W, C) between steps: a stage must know the height and width of its tokens."""
+    """Return the layout with maps (N, H, W, C) between steps: a stage needs the height and width of its tokens."""
     prefix = model.base_model_prefix
     parts = {f"{prefix}.embeddings": _embed_in_grid, **dict.fromkeys(_items(model, "encoder.layers"), _run_in_grid)}
     body = [
@@ -152,11 +152,11 @@ class Family(NamedTuple):
     classifier: str
     layout: Callable[[Any], Layout]
     has_one_size: bool = False
-    """Whether it takes images of the size in its configuration only."""
+    """Whether it takes only images of the size in its configuration."""
 
     @property
     def class_name(self) -> str:
-        """The name of the classifier in the library."""
+        """Class name of the classifier in the library."""
         return self.classifier.rpartition(".")[2]
 
 
@@ -188,10 +188,10 @@ def find_library() -> Any:
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of `hf:PATH_OR_NAME`; a name's is in the Hugging Face cache, downloaded if it is not there.
+    """Return the folder of `hf:PATH_OR_NAME`; a name is looked up in the Hugging Face cache, or downloaded.
 
     Raises:
-        UsageError: there is no such folder, it has no configuration, or nothing of that name can be downloaded.
+        UsageError: there is no such folder, it has no configuration, or the name cannot be downloaded.
     """
     bare = name.removeprefix(HF)
     folder = Path(bare).expanduser()
@@ -205,14 +205,14 @@ def find_folder(name: str) -> Path:
 
 
 def _snapshot(name: str) -> Path:
-    """Return the folder of a named model in the Hugging Face cache; download it only if it is not there."""
+    """Return the folder of a named model in the Hugging Face cache; download it if it is missing."""
     find_library()
     hub, bare = importlib.import_module("huggingface_hub"), name.removeprefix(HF)
     try:
         cached = Path(hub.snapshot_download(bare, local_files_only=True))
         if (cached / CONFIGURATION).is_file() and any(weight_files(cached)):
             return cached
-    except Exception:  # it is not there, or not whole: the download says what is wrong
+    except Exception:  # missing or incomplete: the download reports the reason
         pass
     try:
         folder = Path(hub.snapshot_download(bare, allow_patterns=["*.json", WEIGHTS[0]]))
@@ -221,30 +221,30 @@ def _snapshot(name: str) -> Path:
     except Exception as error:  # the network, the disk and the hub fail in as many ways
         raise UsageError(
             f"--model ({name}) is neither a folder nor in the Hugging Face cache ({hub.constants.HF_HUB_CACHE}), and "
-            f"cannot be downloaded ({type(error).__name__}); run hf download {bare} where there is a network, or give "
-            "its folder"
+            f"cannot be downloaded ({type(error).__name__}); run hf download {bare} on a machine with a "
+            f"network, or give its folder"
         ) from error
     return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder, of one kind; there may be none."""
+    """Return the weight files in a folder, of one format; empty if there are none."""
     return next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UsageError where there is none."""
+    """Return the object in a JSON file. Raises UsageError if there is none."""
     try:
         tree = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {_in_a_line(error)}; give a folder that is intact") from error
+        raise UsageError(f"{path} cannot be read: {_in_a_line(error)}; give an intact folder") from error
     if not isinstance(tree, dict):
-        raise UsageError(f"{path} holds no JSON object; give a folder that is intact")
+        raise UsageError(f"{path} holds no JSON object; give an intact folder")
     return tree
 
 
 def read_architecture(name: str) -> dict[str, Any]:
-    """Return the configuration of `hf:PATH_OR_NAME` without its classes: all that is needed to build the network."""
+    """Return the configuration of `hf:PATH_OR_NAME` without its classes, for building the network."""
     tree = read_json(find_folder(name) / CONFIGURATION)
     kind = tree.get("model_type")
     if kind not in FAMILIES:
@@ -256,13 +256,13 @@ def read_architecture(name: str) -> dict[str, Any]:
 
 
 def read_processor(name: str) -> dict[str, Any]:
-    """Return the configuration of the image processor of `hf:PATH_OR_NAME`, nothing where there is none."""
+    """Return the configuration of the image processor of `hf:PATH_OR_NAME`, empty if there is none."""
     path = find_folder(name) / PROCESSOR
     return read_json(path) if path.is_file() else {}
 
 
 def read_preparation(name: str) -> dict[str, Any]:
-    """Return the settings by which images are prepared as the image processor of `hf:PATH_OR_NAME` does it."""
+    """Return the settings that preprocess images like the image processor of `hf:PATH_OR_NAME`."""
     tree = read_processor(name)
     kind = str(tree.get("image_processor_type", tree.get("feature_extractor_type")))
     found: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def read_preparation(name: str) -> dict[str, Any]:
 
 
 def _side(size: Any) -> int | None:
-    """Return the side of the squares that a size of an image processor means, None if they are none."""
+    """Return the side of the squares of an image processor's size, None if it is not a square."""
     if isinstance(size, dict):
         height, width = size.get("height"), size.get("width")
         return height if height == width and isinstance(height, int) else None
@@ -295,7 +295,7 @@ def _side(size: Any) -> int | None:
 
 
 def read_statistics(name: str) -> tuple[Triple, Triple] | None:
-    """Return mean and standard deviation, of pixels scaled to 0-1, by which `hf:PATH_OR_NAME` has images normalised."""
+    """Return the mean and standard deviation of `hf:PATH_OR_NAME`'s normalisation, for pixels scaled to 0-1."""
     tree = read_processor(name)
     if not tree:
         return None
@@ -314,7 +314,7 @@ def _three(numbers: Any, scale: float) -> Triple:
 def processor_of(
     *, side: int, resize: int | None, fit: str, resample: str, mean: Triple, std: Triple
 ) -> dict[str, Any]:
-    """Return the configuration of an image processor of the library that prepares images in this way."""
+    """Return the configuration of a library image processor with this preprocessing."""
     square = {"height": side, "width": side}
     size = {"height": resize or side, "width": resize or side} if fit == "squash" else {"shortest_edge": resize or side}
     return {
@@ -334,7 +334,7 @@ def processor_of(
 
 
 def build_classifier(architecture: Mapping[str, Any], *, num_classes: int, image_size: int) -> nn.Module:
-    """Return the network of a configuration with random parameters, float32; it returns logits, and nothing else.
+    """Build the network of a configuration with random float32 parameters; it returns logits alone.
 
     Raises:
         UsageError: the library is missing, or refuses the configuration.
@@ -347,10 +347,10 @@ def build_classifier(architecture: Mapping[str, Any], *, num_classes: int, image
         with _quiet(library):
             config = _configuration(library, {**architecture, **size}, num_classes=num_classes)
             model: nn.Module = library.AutoModelForImageClassification.from_config(config, dtype=torch.float32)
-    except Exception as error:  # the library checks configurations in as many ways
+    except Exception as error:  # the library raises errors of many kinds
         raise UsageError(
-            f"transformers {library.__version__} cannot build a {kind} for images of {image_size} pixels: "
-            f"{_in_a_line(error)}; pass another --image-size, or a configuration that it knows"
+            f"transformers {library.__version__} cannot build a {kind} for images of {image_size} "
+            f"pixels: {_in_a_line(error)}; use another --image-size or another model"
         ) from error
     model.register_forward_hook(_only_logits)
     return model.train()
@@ -363,7 +363,7 @@ def _configuration(library: Any, architecture: Mapping[str, Any], *, num_classes
         kind, **settings, num_labels=num_classes, architectures=[FAMILIES[kind].class_name]
     )
     if hasattr(config, "use_mask_token"):
-        # That token serves a pretraining only.
+        # This token is used in pretraining only.
         config.use_mask_token = False
     return config
 
@@ -377,16 +377,18 @@ def _only_logits(model: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def read_pretrained(name: str) -> dict[str, Tensor]:
-    """Return the weights of `hf:PATH_OR_NAME` under the names of this version of the library; no head if it has none.
+    """Return the weights of `hf:PATH_OR_NAME` with the names of this library version, without a head if it has none.
 
     Raises:
-        RefusedError: there are none, or they cannot be read.
+        RefusedError: there are no weights, or they are unreadable.
     """
     library, folder = find_library(), find_folder(name)
     architecture = read_architecture(name)
     labels = read_json(folder / CONFIGURATION).get("id2label") or (0, 1)
     if not weight_files(folder):
-        raise RefusedError(f"weights (DEFAULT): {folder} holds none; pass --weights none to start at random, or a file")
+        raise RefusedError(
+            f"weights (DEFAULT): {folder} holds none; use --weights none for random weights, or give a file"
+        )
     try:
         with _quiet(library), torch.random.fork_rng(devices=[]):
             model, found = library.AutoModelForImageClassification.from_pretrained(
@@ -396,12 +398,12 @@ def read_pretrained(name: str) -> dict[str, Tensor]:
                 output_loading_info=True,
                 local_files_only=True,
             )
-    except Exception as error:  # damaged files fail in as many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         raise RefusedError(
-            f"weights (DEFAULT) of {folder} cannot be read: {_in_a_line(error)}; fetch them again, or "
-            "pass --weights none"
+            f"weights (DEFAULT) of {folder} cannot be read: {_in_a_line(error)}; download them again, "
+            f"or use --weights none"
         ) from error
-    # Those were filled with random numbers.
+    # The library filled these with random numbers.
     missing = set(found["missing_keys"])
     state: Mapping[str, Tensor] = model.state_dict()
     return {key: tensor for key, tensor in state.items() if key not in missing}
@@ -409,7 +411,7 @@ def read_pretrained(name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Keep the library from printing progress bars and warnings of what is then told in one line."""
+    """Suppress the library's progress bars and warnings."""
     log = library.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -423,20 +425,21 @@ def _quiet(library: Any) -> Iterator[None]:
 
 
 def save(model: nn.Module, folder: Path, *, classes: Sequence[str], processor: Mapping[str, Any]) -> None:
-    """Write a model of `build_classifier` as a folder that `from_pretrained` and pipelines of transformers read.
+    """Save a model of `build_classifier` as a folder for `from_pretrained` and the pipelines of transformers.
 
     Args:
-        model: with its own last layer; one with a multi-level head is no architecture of the library.
-        folder: is made, and its files are replaced.
-        classes: in the order of the logits.
-        processor: what the library's image processor is to do, see `processor_of`.
+        model: the model with its own last layer; the library has no multi-level heads.
+        folder: the folder, created if missing; its files are replaced.
+        classes: names in the order of the logits.
+        processor: configuration of the image processor, see `processor_of`.
 
     Raises:
-        UsageError: the model is none of the library's.
+        UsageError: the model is not one of the library's.
     """
     if f"{type(model).__module__}.{type(model).__qualname__}" not in LAYOUTS:
         raise UsageError(
-            f"{type(model).__name__} is no architecture of transformers; train with --head last, or export another form"
+            f"{type(model).__name__} is not an architecture of transformers; train with --head last, or "
+            f"choose another --format"
         )
     whole: Any = model
     whole.config.id2label = dict(enumerate(classes))

@@ -1,4 +1,4 @@
-"""Where a block's maps and tokens have their channels, found by what the block does.
+"""Find the channel dimension of a block's maps and tokens.
 
 (B, C, H, W) or (B, H, W, C); (B, T, C) or (B, C, T).
 """
@@ -19,18 +19,18 @@ Shape = tuple[int, ...]
 
 
 def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tuple[bool | None, ...]:
-    """Return for the output of as many first blocks as each of `stops` says whether it is a map with channels last.
+    """Return whether the output after each of `stops` blocks is a map with channels last; None if it is not a map.
 
-    None is for what is no map. Of square images a map's height and width are equal; where that leaves both layouts,
-    and for other images, those of twice the height tell: channels are as many as before.
+    For square images a map's height and width are equal. If that is ambiguous, and for other images, the model also
+    runs on images of twice the height, which leaves the number of channels unchanged.
 
     Args:
         chain: a model in blocks.
         stops: numbers of blocks, ascending.
-        example: images, (B, C, H, W), of which only the shape counts; anything else has no maps.
+        example: images, (B, C, H, W), of which only the shape is used; other inputs have no maps.
 
     Raises:
-        UsageError: it cannot be told of a map; names its block.
+        UsageError: the layout of a map is ambiguous; names its block.
     """
     if example.dim() != 4:
         return (None,) * len(stops)
@@ -41,24 +41,24 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
     if not any(unclear):
         return tuple(sides)
     known = sides
-    # A model may take images of one size only, and say so in any way.
+    # A model may refuse other image sizes with any error.
     with suppress(Exception):
         grown = map(_by_growth, shapes, shapes_of(chain, stops, _taller(example)))
         known = [sure if last is None or not odd else last for odd, sure, last in zip(unclear, sides, grown)]
     for stop, odd, last, shape in zip(stops, unclear, known, shapes):
         if odd and last is None:
             raise UsageError(
-                f"block {chain.blocks[stop - 1].name} of {type(chain.model).__name__} gives a tensor of shape {shape}, "
-                "and nothing tells which side holds its channels: name other --blocks, or pass --head last"
+                f"block {chain.blocks[stop - 1].name} of {type(chain.model).__name__} returns a tensor "
+                f"of shape {shape} with an unknown channel dimension; use other --blocks, or --head last"
             )
     return tuple(known)
 
 
 def tokens_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tuple[bool, ...]:
-    """Return for the output of as many first blocks as each of `stops` says whether it is tokens as (B, C, T).
+    """Return whether the output after each of `stops` blocks are tokens as (B, C, T).
 
-    Images of twice the height have more tokens, and as many channels. Where a model does not take them, tokens are
-    (B, T, C), as transformers have them. For the arguments see `channels_last`.
+    Images of twice the height have more tokens and the same channels. If the model refuses them, tokens are (B, T, C),
+    as in transformers. For the arguments see `channels_last`.
     """
     usual = (False,) * len(stops)
     if example.dim() != 4:
@@ -79,7 +79,7 @@ def _taller(example: Tensor) -> Tensor:
 
 
 def shapes_of(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]:
-    """Return the shape of the output of as many first blocks as each of `stops` says, in evaluation mode."""
+    """Return the shape of the output after each of `stops` blocks, in evaluation mode."""
     shapes, first = [], 0
     with torch.no_grad(), in_evaluation(chain.model):
         for stop in stops:
@@ -90,7 +90,7 @@ def shapes_of(chain: Chain, stops: Sequence[int], images: Tensor) -> list[Shape]
 
 
 def _by_sides(shape: Shape) -> bool | None:
-    """Return whether a map of square images has its channels last, None where its sides do not tell."""
+    """Return whether a map of square images has its channels last, None if its shape is ambiguous."""
     if len(shape) != 4:
         return None
     first, last = shape[2] == shape[3], shape[1] == shape[2]
@@ -98,6 +98,6 @@ def _by_sides(shape: Shape) -> bool | None:
 
 
 def _by_growth(shape: Shape, taller: Shape) -> bool | None:
-    """Return whether a map has its channels last, by what it is for taller images."""
+    """Return whether a map has its channels last, by its shape for taller images."""
     grown = [place for place in range(1, len(shape)) if shape[place] != taller[place]]
     return {2: False, 1: True}[grown[0]] if grown in ([2], [1]) else None

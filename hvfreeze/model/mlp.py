@@ -1,7 +1,7 @@
-"""The multilayer perceptron: layers of Linear, BatchNorm and ReLU, as a model by itself or as the head of another.
+"""The multilayer perceptron: layers of Linear, BatchNorm and ReLU, as a model or as a head.
 
-As in the program of Independent Subnet Training (Yuan et al., VLDB 2022): no biases, and behind the last Linear a
-BatchNorm without scale and shift. So no activation needs another scale where a layer has fewer neurons.
+As in the program of Independent Subnet Training (Yuan et al., VLDB 2022), it has no biases, and a BatchNorm without
+scale and shift after the last Linear. So activations keep their scale in layers with fewer neurons.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from itertools import pairwise
 
 from torch import nn
 
-from hvfreeze.config.rules import parse_mlp
 from hvfreeze.errors import UsageError
+from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.weights import head_layers
 
 
 class Mlp(nn.Sequential):
-    """Anything of `inputs` numbers a sample, (B, ...), to logits, (B, classes).
+    """A multilayer perceptron from `inputs` numbers per sample, (B, ...), to logits, (B, classes).
 
     Children are `flatten`, `hidden1` to `hiddenL` and `head`; each layer's are `linear`, `norm` and, if hidden, `relu`.
 
     Args:
-        inputs: numbers of a sample.
+        inputs: numbers per sample.
         widths: neurons of each hidden layer.
         classes: outputs.
     """
@@ -44,12 +44,12 @@ class Mlp(nn.Sequential):
 
 
 def mlp_of(model: nn.Module) -> tuple[str, Mlp] | None:
-    """Return the name, empty for all of it, and the module of the Mlp in `model`, None where there is none."""
+    """Return the name and the module of the Mlp in `model`, None if there is none. The model itself has the name ""."""
     return next(((name, module) for name, module in model.named_modules() if isinstance(module, Mlp)), None)
 
 
 def replace_head(model: nn.Module, head: str) -> None:
-    """Put an Mlp, `mlp` or `mlp-WxW...`, in the place of the last Linear of `model`; it starts at random.
+    """Replace the last Linear of `model` by a random Mlp, `mlp` or `mlp-WxW...`.
 
     Raises:
         UsageError: the model does not end with a Linear.
@@ -60,8 +60,8 @@ def replace_head(model: nn.Module, head: str) -> None:
     layer = model.get_submodule(path)
     if not isinstance(layer, nn.Linear) or mlp_of(model) is not None:
         raise UsageError(
-            f"--head ({head}) takes the place of a last Linear layer, and {type(model).__name__} ends with another: "
-            "choose a model such as resnet18, or --head last"
+            f"--head ({head}) replaces a last Linear layer, and {type(model).__name__} ends with "
+            f"another layer; use a model such as resnet18, or --head last"
         )
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, Mlp(layer.in_features, widths, layer.out_features))

@@ -1,9 +1,9 @@
-"""Classifiers by name: constructed for a number of classes and an image size, with weights from a file.
+"""Build classifiers by name, for a number of classes and an image size, with weights.
 
     built = build_model("resnet18", num_classes=10, weights="backbone.pt", image_size=64)
-    built.model, built.notes            # notes: lines that the user should read, such as a head that starts afresh
+    built.model, built.notes            # notes: log lines, such as a re-initialised head
 
-Parameters that start at random depend on torch's seed alone: seed before the call.
+Random parameters depend on torch's seed alone: seed before the call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from hvfreeze.config.rules import is_url, parse_mlp
-from hvfreeze.config.sections import TINY_LM
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
+from hvfreeze.model.settings import TINY_LM, is_url
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weight_names import download, find_entry
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_state
@@ -39,9 +39,9 @@ Triple = tuple[float, float, float]
 
 
 def own_model(name: str, *, num_classes: int, image_size: int) -> tuple[nn.Module, Chain | None]:
-    """Return what the function `name` makes: a module, and its chain where it wrote that out itself.
+    """Call the function `name` and return its module, and its chain if it returns one.
 
-    The function is given `num_classes` and `image_size` by name, as far as it takes them.
+    The function gets `num_classes` and `image_size` as keyword arguments, if it has these parameters.
     """
     made = call("model", name, num_classes=num_classes, image_size=image_size)
     model, chain = (made.model, made) if isinstance(made, Chain) else (made, None)
@@ -52,8 +52,8 @@ def own_model(name: str, *, num_classes: int, image_size: int) -> tuple[nn.Modul
     lazy = [part for part, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:
         raise UsageError(
-            f"--model ({name}) must return a model whose parameters have their sizes, and {lazy[0]} has none yet; run "
-            "the model once in the function, or give its layers their numbers of inputs"
+            f"--model ({name}) must return a model with initialised parameters, and {lazy[0]} has no "
+            f"size yet; run the model once in the function, or give its lazy layers their input sizes"
         )
     return model, chain
 
@@ -62,28 +62,30 @@ def timm_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     """Return timm's model `name` with random parameters."""
     timm, bare = library(), bare_name(name)
     if not timm.is_model(bare):
-        raise UsageError(f"--model ({name}) is no model of timm {timm.__version__}; timm.list_models() has them all")
+        raise UsageError(
+            f"--model ({name}) is not a model of timm {timm.__version__}; use a name from timm.list_models()"
+        )
     try:
         return made(timm, bare, num_classes=num_classes, image_size=image_size)
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(
-            f"--model ({name}) cannot be made for images of {plural(image_size, 'pixel')}: {error}"
+            f"--model ({name}) cannot be built for images of {plural(image_size, 'pixel')}: {error}"
         ) from error
 
 
 def made(timm: Any, bare: str, **wanted: int) -> nn.Module:
-    """Return timm's model, told the image size where it asks for one."""
+    """Build timm's model, with the image size if it takes one."""
     classes, size = wanted["num_classes"], wanted["image_size"]
     try:
         model: nn.Module = timm.create_model(bare, num_classes=classes, img_size=size)
     except TypeError:
-        # Convolutional models take any size, and no argument for it.
+        # Convolutional models take any size and have no argument for it.
         model = timm.create_model(bare, num_classes=classes)
     return model
 
 
 def timm_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
-    """Return timm's own weights of a model, downloaded where they are not there."""
+    """Return timm's weights of a model, downloaded if missing."""
     timm, bare = library(), bare_name(name)
     try:
         try:
@@ -92,13 +94,14 @@ def timm_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
             state = timm.create_model(bare, pretrained=True).state_dict()
     except Exception as error:  # the network, the disk and the hub fail in as many ways
         raise RefusedError(
-            f"weights (DEFAULT) of {name} cannot be had: {error}; give a file with --weights, or pass --weights none"
+            f"weights (DEFAULT) of {name} cannot be downloaded: {error}; give a file with --weights, or "
+            f"use --weights none"
         ) from error
     return dict(state)
 
 
 def timm_statistics(name: str) -> tuple[Triple, Triple] | None:
-    """Return the mean and standard deviation with which timm's weights of a model were trained, as far as it says."""
+    """Return the mean and standard deviation that timm's weights were trained with; None if timm does not know them."""
     known = library().get_pretrained_cfg(bare_name(name))
     if known is None:
         return None
@@ -107,7 +110,7 @@ def timm_statistics(name: str) -> tuple[Triple, Triple] | None:
 
 
 def library() -> Any:
-    """Return the timm library. Raises UsageError where it is not installed."""
+    """Return the timm library. Raises UsageError if it is not installed."""
     try:
         return importlib.import_module("timm")
     except ImportError as error:
@@ -115,24 +118,24 @@ def library() -> Any:
 
 
 def bare_name(name: str) -> str:
-    """Return timm's name of a model; one that would be fetched from elsewhere is refused."""
+    """Return timm's name of a model; refuse names that would download from elsewhere."""
     bare = name.removeprefix(TIMM)
     if not re.fullmatch(r"[A-Za-z0-9_.]+", bare):
-        raise UsageError(f"--model ({name}) must be {TIMM}NAME with a name out of timm.list_models()")
+        raise UsageError(f"--model ({name}) must be {TIMM}NAME with a name from timm.list_models()")
     return bare
 
 
 def set_memory_formats(built: BuiltModel, image_shape: Sequence[int]) -> BuiltModel:
-    """Lay out a model's weights for images of `image_shape`, (C, H, W), which are channels_last; no value changes.
+    """Set the memory format of a model's weights for channels_last images, (C, H, W); values are unchanged.
 
-    A convolution whose output is a single pixel keeps contiguous weights: the last stage of a ResNet-18 at 32 pixels,
-    whose training step takes 0.93 of the time then. At 64 pixels there is no such convolution.
+    A convolution whose output is a single pixel keeps contiguous weights, such as the last stage of a ResNet-18 at 32
+    pixels, whose training step is 1.08x faster then.
 
-    Where a forward pass fails in channels_last, as with `x.view(x.size(0), -1)`, and not with contiguous images and
-    weights, it has these, and a note says so. For windows of a text, (T,), nothing is done.
+    Images and weights stay contiguous, and a note says so, if the forward pass fails in channels_last, as with
+    `x.view(x.size(0), -1)`. Windows of text, (T,), have no memory format.
 
     Raises:
-        UsageError: the model takes no images of this shape.
+        UsageError: the model refuses images of this shape.
     """
     if len(image_shape) == 1:
         return built
@@ -152,10 +155,12 @@ def set_memory_formats(built: BuiltModel, image_shape: Sequence[int]) -> BuiltMo
     except Exception as error:
         hook.remove()
         raise UsageError(
-            f"model ({type(model).__name__}) takes no images of {image_shape[1]}x{image_shape[2]} pixels: "
-            f"{_first_line(error)}; pass --image-size for square images of a size that it takes, or another --model"
+            f"model ({type(model).__name__}) fails on images of {image_shape[1]}x{image_shape[2]} "
+            f"pixels: {_first_line(error)}; use --image-size with a size that it takes, or another --model"
         ) from error
-    note = f"model ({type(model).__name__}): images and weights are contiguous, for in channels_last it fails: {why}"
+    note = (
+        f"model ({type(model).__name__}): images and weights are contiguous, because it fails in channels_last: {why}"
+    )
     return replace(built, notes=[*built.notes, note], contiguous=True)
 
 
@@ -178,8 +183,8 @@ def _convolutions_to_one_pixel(model: nn.Module, image_shape: Sequence[int]) -> 
 
     hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Conv2d)]
     try:
-        # Evaluation mode: nothing is drawn at random, and no running statistic moves. Two images: a single one can
-        # be viewed in more ways.
+        # Evaluation mode: no random numbers, and no change of running statistics. Two images: `view` accepts more
+        # shapes for a single one.
         with in_evaluation(model):
             model(torch.zeros(2, *image_shape).contiguous(memory_format=torch.channels_last))
     finally:
@@ -201,24 +206,23 @@ ANY_IMAGE = (
     "ShuffleNetV2",
     "TinyLM",
 )
-"""Classes of models that run with images of a pixel, and all larger ones: trying would load torch's compiler.
-
-The last takes no images."""
+"""Classes of models for images of every size from one pixel: a test run would load torch's compiler. The last one takes
+no images."""
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model, and lines about it for the user."""
+    """A model and its log lines."""
 
     model: nn.Module
     notes: list[str]
     chain: Chain | None = None
-    """Where the user's own function wrote it out."""
+    """Chain from the user's function, if it returned one."""
     contiguous: bool = False
-    """Whether images are made contiguous before anything else is done with them."""
+    """Whether the model needs contiguous images."""
 
     def in_blocks(self, *, scheme: str, example: Tensor | None = None) -> Chain:
-        """Return the model as the user's own function wrote it out, or else as `cut_into_blocks` cuts it."""
+        """Return the chain of the user's function, or divide the model by `cut_into_blocks`."""
         chain = self.chain or cut_into_blocks(self.model, scheme=scheme, example=example)
         if not self.contiguous:
             return chain
@@ -227,7 +231,7 @@ class BuiltModel:
 
 
 def model_names() -> list[str]:
-    """Return the names of torchvision's classification models, of the narrow ResNets and `mlp`, sorted."""
+    """Return the sorted names of torchvision's classification models, the narrow ResNets and `mlp`."""
     return sorted([*torchvision.models.list_models(module=torchvision.models), *NARROW_RESNETS, "mlp"])
 
 
@@ -241,22 +245,22 @@ def build_model(
     head: str = "last",
     architecture: Mapping[str, Any] | None = None,
 ) -> BuiltModel:
-    """Return the classifier `name`, float32, in training mode, without auxiliary heads.
+    """Build the classifier `name`, float32, in training mode, without auxiliary heads.
 
     Args:
-        name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, hf:PATH_OR_NAME, or package:function, whose
-            code is run.
+        name: one of `model_names()`, mlp-WxW..., `tiny-lm`, timm:NAME, hf:PATH_OR_NAME, or package:function, which runs
+            that code.
         num_classes: outputs of the head.
         weights: `none`, `DEFAULT` or another name of torchvision's (downloaded), a URL, or the path of a state_dict. A
-            head for another number of classes is left as initialised, and a note says so.
-        image_size: height and width of the images in pixels; of a language model the characters of a window.
-        reset_head: whether the head starts afresh also where the weights have one of as many classes.
-        head: --head; `mlp` and `mlp-WxW...` put an `Mlp` in the place of the last layer, others change nothing.
-        architecture: the configuration of a model hf:..., whose folder is then not needed; None reads it there.
+            head for another number of classes is not loaded, and a note says so.
+        image_size: height and width of the images in pixels; characters per window for a language model.
+        reset_head: whether to re-initialise the head even if the weights have one with this number of classes.
+        head: value of --head; `mlp` and `mlp-WxW...` replace the last layer by an `Mlp`, others change nothing.
+        architecture: configuration of a model hf:..., instead of its folder; None reads the folder.
 
     Raises:
-        UsageError: there is no such model, it takes no images of this size, or no such head.
-        RefusedError: the weights cannot be read, or do not fit.
+        UsageError: there is no such model or head, or the model refuses images of this size.
+        RefusedError: the weights are unreadable or do not fit.
     """
     given = {"num_classes": num_classes, "weights": weights, "image_size": image_size, "reset_head": reset_head}
     if ":" in name:
@@ -265,29 +269,26 @@ def build_model(
         built = build_named(name, **given)  # type: ignore[arg-type]
     if parse_mlp("head", head) is not None:
         if built.chain is not None:
-            raise UsageError(f"--head ({head}): {name} writes its blocks out itself; give it such a head there")
+            raise UsageError(f"--head ({head}): {name} returns a Chain; add the head in that function")
         replace_head(built.model, head)
     return built
 
 
 def build_named(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
-    """Return one of the models that have a name here; see `build_model`."""
+    """Build a torchvision, ResNet, MLP or language model by name; see `build_model`."""
     widths = parse_mlp("model", name)
     known = [*model_names(), TINY_LM]
     if widths is None and name not in known:
         close = difflib.get_close_matches(name.lower(), known, n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(known)}"
         raise UsageError(
-            f"model ({name}) is no torchvision classifier, resnet20, resnet110, mlp, tiny-lm, timm:NAME, hf:FOLDER or "
-            f"package:function; {hint}"
+            f"model ({name}) must be a torchvision classifier, resnet20, resnet110, mlp, tiny-lm, "
+            f"timm:NAME, hf:FOLDER or package:function; {hint}"
         )
     model = _construct(name, num_classes=num_classes, image_size=image_size)
     if type(model).__name__ not in ANY_IMAGE and not _takes(model, image_size):
         smallest = smallest_image_size(model)
-        raise UsageError(
-            f"image size ({image_size}) is too small for {name}: the smallest that works is {smallest}; "
-            f"pass --image-size {smallest} or more"
-        )
+        raise UsageError(f"image size ({image_size}) is too small for {name}; use --image-size {smallest} or more")
     if weights == "none":
         return BuiltModel(model, [])
     if find_entry(name, weights) is not None:
@@ -298,7 +299,7 @@ def build_named(name: str, *, num_classes: int, weights: str, image_size: int, r
 
 
 def file_of(weights: str) -> str:
-    """Return the file that `weights` is, or is downloaded to."""
+    """Return the file of `weights`, after downloading it if necessary."""
     return str(download(weights)) if is_url(weights) else weights
 
 
@@ -311,7 +312,7 @@ def build_other(
     reset_head: bool,
     architecture: Mapping[str, Any] | None,
 ) -> BuiltModel:
-    """Return a model of timm or transformers, or of the user's own; see `build_model`."""
+    """Build a model of timm or transformers, or a custom model; see `build_model`."""
     chain: Chain | None = None
     if name.startswith(TIMM):
         model = timm_model(name, num_classes=num_classes, image_size=image_size)
@@ -323,7 +324,9 @@ def build_other(
     if weights == "none":
         return BuiltModel(model, [], chain)
     if weights == "DEFAULT" and not name.startswith((TIMM, HF)):
-        raise UsageError(f"--weights (DEFAULT) must be none or a file: {name} is a model of your own")
+        raise UsageError(
+            f"--weights (DEFAULT) must be none or a file: {name} is a custom model without published weights"
+        )
     if weights == "DEFAULT" and name.startswith(HF):
         state, notes = read_pretrained(name), list[str]()
     elif weights == "DEFAULT":
@@ -335,9 +338,9 @@ def build_other(
 
 
 def smallest_image_size(model: nn.Module) -> int:
-    """Return the least height and width in pixels with which `model` runs; no arithmetic is done to find it.
+    """Return the smallest height and width in pixels that `model` accepts, found without arithmetic.
 
-    Vision transformers (vit, maxvit) take one size only, the one that they were constructed for.
+    Vision transformers (vit, maxvit) accept only the size that they were built for.
     """
     sizes = {"VisionTransformer": lambda m: m.image_size, "MaxVit": lambda m: 4 * m.blocks[0].grid_size[0]}
     fixed: dict[str, Callable[[Any], int]] = sizes
@@ -347,7 +350,7 @@ def smallest_image_size(model: nn.Module) -> int:
     while not _takes(model, works):
         too_small, works = works, 2 * works
         if works > LARGEST_IMAGE:
-            raise UsageError(f"model ({type(model).__name__}) runs with no image size up to {LARGEST_IMAGE} pixels")
+            raise UsageError(f"model ({type(model).__name__}) accepts no image size up to {LARGEST_IMAGE} pixels")
     while works - too_small > 1:
         middle = (too_small + works) // 2
         too_small, works = (too_small, middle) if _takes(model, middle) else (middle, works)
@@ -388,7 +391,7 @@ def _construct(name: str, *, num_classes: int, image_size: int) -> nn.Module:
 
 
 def _maxvit_t(*, num_classes: int, image_size: int) -> nn.Module:
-    """Return torchvision's maxvit_t, with attention windows that divide the image also where it is not 224 pixels."""
+    """Build torchvision's maxvit_t with attention windows that divide images of this size."""
     _check_multiple("maxvit_t", image_size, of=32)
     model: nn.Module = torchvision.models.maxvit.MaxVit(
         input_size=(image_size, image_size),
@@ -407,5 +410,5 @@ def _check_multiple(name: str, image_size: int, *, of: int) -> None:
     if image_size < of or image_size % of:
         near = max(of, round(image_size / of) * of)
         raise UsageError(
-            f"image size ({image_size}) must be a multiple of {of} for {name}, at least {of}; pass --image-size {near}"
+            f"image size ({image_size}) must be a multiple of {of} for {name}, at least {of}; use --image-size {near}"
         )

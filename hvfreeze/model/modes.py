@@ -1,4 +1,4 @@
-"""A model's modes, precision, buffers and gradients, and torch's random state, while somebody looks at what it does."""
+"""Context managers that restore a model's modes, precision, buffers and gradients, and torch's random state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module of `model` its own mode back afterwards."""
+    """Restore the mode of every module of `model` afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -22,7 +22,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, also one whose `train()` is held, and back into its own afterwards."""
+    """Set every module to evaluation mode, also if `train()` is overridden, and restore its mode afterwards."""
     with modes_kept(model):
         for module in model.modules():
             module.training = False
@@ -30,15 +30,15 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def in_precision(precision: str) -> torch.autocast:
-    """Return the context in which blocks compute in `float32`, or by autocast in `bfloat16`."""
+    """Return the context for computing in `float32`, or in `bfloat16` by autocast."""
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Give `model` its modes, buffers and gradients back afterwards, and torch's generator its state."""
+    """Restore the modes, buffers and gradients of `model` and the state of torch's generator afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # By their modules too: a forward pass may put another tensor in a buffer's place.
+    # Set them on their modules too: a forward pass may replace a buffer's tensor.
     owners = [module._buffers for module in model.modules()]
     buffers = [(held, name, kept, kept.clone()) for held in owners for name, kept in held.items() if kept is not None]
     try:

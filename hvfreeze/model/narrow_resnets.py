@@ -1,7 +1,7 @@
-"""The deep and narrow residual networks for small images: 6n+2 layers, of 16, 32 and 64 channels, 3n residual blocks.
+"""Deep and narrow residual networks for small images: 6n+2 layers of 16, 32 and 64 channels in 3n residual blocks.
 
-Where a block halves the image and doubles the channels, the skip takes every other pixel and adds channels of zeros, so
-that skips have no parameters. Source: He et al. 2016, "Deep Residual Learning", section 4.2, shortcuts of kind A.
+A skip connection has no parameters: at a change of resolution it takes every other pixel and appends channels of zeros.
+Source: He et al. 2016, "Deep Residual Learning", section 4.2, shortcuts of kind A.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hvfreeze.torchvision_shim import torchvision
 
 WIDTHS = (16, 32, 64)
 NARROW_RESNETS = {"resnet20": 3, "resnet110": 18}
-"""By name the residual blocks of a stage, n."""
+"""Residual blocks per stage, n, by model name."""
 
 
 class ZeroPadded(nn.Module):
-    """A skip: every other pixel, and channels of zeros behind the ones that there are."""
+    """A skip connection that takes every other pixel and appends channels of zeros."""
 
     def __init__(self, more_channels: int) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class ZeroPadded(nn.Module):
 
 
 class NarrowResNet(nn.Module):
-    """A residual network of 6n+2 layers; names of modules are those of torchvision's.
+    """A residual network of 6n+2 layers; modules have the names of torchvision's.
 
     Args:
-        blocks: residual blocks of each of the three stages, n.
+        blocks: residual blocks in each of the three stages, n.
         num_classes: outputs.
     """
 
@@ -60,7 +60,7 @@ class NarrowResNet(nn.Module):
 
 
 def narrow_resnet(name: str, *, num_classes: int) -> NarrowResNet:
-    """Return the network `name`, one of `NARROW_RESNETS`; what starts at random comes from torch's generator."""
+    """Build the network `name`, one of `NARROW_RESNETS`, with random weights from torch's generator."""
     return NarrowResNet(NARROW_RESNETS[name], num_classes=num_classes)
 
 

@@ -1,6 +1,6 @@
-"""A chain cut into segments, one for each rank of a line: where, and by which measure.
+"""Cut a chain into segments, one per rank of a pipeline, by the cost of its blocks.
 
-costs = work_of(chain, images)                             # one number a block
+costs = work_of(chain, images)                             # one number per block
 cut_evenly(costs, parts=3)                                 # ((0, 3), (3, 4), (4, 5))
 """
 
@@ -23,15 +23,15 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.wording import plural
 
 Segment = tuple[int, int]
-"""Blocks lo..hi-1."""
+"""A segment of blocks lo..hi-1, as (lo, hi)."""
 RunBlocks = Callable[[Tensor, int, int], Tensor]
-"""(x, start, stop) -> output of blocks start..stop-1."""
+"""Function of (x, start, stop) that returns the output of blocks start..stop-1."""
 TIMES = 3
-"""A block is timed, of which the least counts."""
+"""Number of timings per block, of which the least counts."""
 
 
 def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
-    """Return the least time in seconds that each of the first `depth` blocks took for a batch of `images`."""
+    """Time the first `depth` blocks for a batch of `images`; return the least seconds of each."""
     least = [math.inf] * depth
     for _ in range(TIMES):
         x = images
@@ -44,9 +44,9 @@ def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
 
 @contextmanager
 def operations_counted() -> Iterator[FlopCounterMode]:
-    """Count floating-point operations: products of matrices, those of attention too, and convolutions."""
+    """Count floating-point operations of matrix products, attention and convolutions."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    # The counter sees no product inside a fused kernel.
+    # The counter does not see products inside fused kernels.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -57,10 +57,10 @@ def operations_counted() -> Iterator[FlopCounterMode]:
 
 @torch.no_grad()
 def work_of(chain: Chain, images: Tensor) -> list[int]:
-    """Return the floating-point operations of each block's forward pass for `images`, (B, C, H, W).
+    """Count the floating-point operations of each block's forward pass for `images`, (B, C, H, W).
 
-    Counted, not clocked: equal on all machines, so that a plan made from it is. The chain's running statistics and
-    modes stay as they are.
+    Counts are equal on all machines, unlike times, and so are plans based on them. Running statistics and modes are
+    unchanged.
     """
     work, x = [], images
     with in_evaluation(chain.model):
@@ -77,23 +77,23 @@ def tensors_of(chain: Chain, segment: Segment) -> list[tuple[str, Tensor]]:
 
 
 def segment_bytes(chain: Chain, segment: Segment) -> int:
-    """Return the bytes of a segment's parameters and buffers."""
+    """Return the size of a segment's parameters and buffers in bytes."""
     return sum(tensor.nbytes for _, tensor in tensors_of(chain, segment))
 
 
 def drop_tensors(chain: Chain, start: int, stop: int) -> None:
-    """Free the memory of blocks start..stop-1, which run elsewhere; their tensors stay, empty."""
+    """Free the memory of blocks start..stop-1, which run on other ranks, by emptying their tensors."""
     for _, tensor in tensors_of(chain, (start, stop)):
         tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 def cut_evenly(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
-    """Return at most `parts` segments of at least one block, of which the dearest costs as little as can be.
+    """Cut blocks into at most `parts` segments with the least cost of the most expensive one.
 
-    Of several ways the one with the shortest last segments is taken, so that equal costs give equal cuts everywhere.
+    Ties are broken by the shortest last segments, so that equal costs give equal cuts on all ranks.
     """
     blocks, parts = len(costs), min(parts, len(costs))
-    # least[p][n]: what the dearest of p segments of the first n blocks costs, and where the last of them begins.
+    # least[p][n]: cost of the most expensive of p segments of the first n blocks, and the start of the last one.
     least = [[(math.inf, 0)] * (blocks + 1) for _ in range(parts + 1)]
     least[0][0] = (0.0, 0)
     for part in range(1, parts + 1):
@@ -115,7 +115,8 @@ def cut_at(
 ) -> tuple[Segment, ...]:
     """Return the segments of blocks first..depth-1 that begin at `first` and at each of `starts`.
 
-    Raises UsageError where these are not ascending, or do not make `parts` segments, at most so many with `fewer`.
+    Raises:
+        UsageError: `starts` are not ascending, or do not make `parts` segments; with `fewer`, at most `parts`.
     """
     bounds = [first, *starts, depth]
     number_fits = len(starts) < parts if fewer else len(starts) == parts - 1
@@ -124,6 +125,6 @@ def cut_at(
         above = f", above --cut ({first})" if first else ""
         raise UsageError(
             f"--cut-at ({shown}) must be {most}{plural(parts - 1, 'number')} in {first + 1}..{depth - 1}{above}, "
-            f"ascending: the blocks at which parts begin, but for the first of {most}{parts}"
+            f"ascending: the first blocks of all parts but the first of {most}{parts}"
         )
     return tuple(pairwise(bounds))

@@ -1,7 +1,7 @@
-"""A forward pass written as steps, one tensor in and one tensor out, and the ways of grouping steps into blocks.
+"""A forward pass as steps with one input tensor and one output tensor, and schemes that group steps into blocks.
 
-A step never changes the tensor that it is given: an activation that works in place is kept in the step that makes its
-input. So a tensor between two steps may be kept by anybody, for example in a cache.
+A step never changes its input: an in-place activation is part of the step that computes its input. So a tensor between
+two steps may be stored, for example in a cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hvfreeze.errors import UsageError
 
 Call = Callable[[Tensor], Tensor]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules that begin no step."""
+"""Modules that do not begin a step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a forward pass that takes one tensor, leaves it as it is, and gives one back.
+    """A part of a forward pass that takes one tensor, does not change it, and returns one.
 
     Attributes:
-        name: a module of the model, as in `model.named_modules()`; it is what a list of block names may say.
-        calls: the modules and functions of this step, run one after another.
+        name: a module of the model, as in `model.named_modules()`, which may be used as a block name.
+        calls: the modules and functions of this step, in order.
         owns: the names of the modules, and of parameters outside them, that belong to the block with this step.
-        parts: the same computation in finer steps, where there are any; used when a block starts inside this step.
+        parts: the same computation in finer steps, if any, for a block that starts inside this step.
     """
 
     name: str
@@ -37,23 +37,23 @@ class Step:
 
     @property
     def leaves(self) -> tuple[Step, ...]:
-        """The finest steps of this one, in forward order."""
+        """The finest steps inside this one, in forward order."""
         return sum((part.leaves for part in self.parts), ()) if self.parts else (self,)
 
     def followed_by(self, call: Call, *owns: str) -> Step:
-        """Return this step and a call behind it as one, which cannot be divided."""
+        """Return this step joined with a later call, as one step that cannot be divided."""
         return Step(self.name, (*self.calls, call), (*self.owns, *owns))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's steps and its named ways of grouping them.
+    """A model's steps and the schemes that group them into blocks.
 
     Attributes:
         steps: the whole forward pass.
-        schemes: for each scheme its blocks in forward order, block name -> name of the finest step that it starts with.
-        verified: whether the steps are the model's forward pass by construction.
-        tied: parameters of the first step that the last one uses too, by name.
+        schemes: the blocks of each scheme in forward order, as block name -> name of its first finest step.
+        verified: whether the steps equal the model's forward pass by construction.
+        tied: names of parameters that the first and the last step share.
     """
 
     steps: tuple[Step, ...]
@@ -63,24 +63,24 @@ class Layout:
 
 
 def make_step(model: nn.Module, *calls: str | Call, name: str = "", owns: Iterable[str] = ()) -> Step:
-    """Return a step of modules (given by name) and functions; its name is that of its first module."""
+    """Return a step of modules (by name) and functions, named after its first module."""
     modules = tuple(call for call in calls if isinstance(call, str))
     run = tuple(model.get_submodule(call) if isinstance(call, str) else call for call in calls)
     return Step(name or modules[0], run, (*modules, *owns))
 
 
 def split_step(model: nn.Module, name: str, *, layers: str = "") -> Step:
-    """Return module `name` as one step that can also be run child by child (the children of its `layers`, if given)."""
+    """Return module `name` as one step that can be divided into its children, or the children of its `layers`."""
     inner = f"{name}.{layers}" if layers else name
     children = model.get_submodule(inner)._modules
     return replace(make_step(model, name), parts=tuple(make_step(model, f"{inner}.{child}") for child in children))
 
 
 def sequence(model: nn.Module, name: str = "") -> list[Step]:
-    """Return the children of `name` as steps, in the order in which they were defined.
+    """Return the children of `name` as steps, in the order of definition.
 
-    BatchNorm and activations that work in place join the step before. A child that is an nn.Sequential of modules of
-    one class (a stage) can be split. A child that is there twice, as an activation may be, is a step each time.
+    BatchNorm and in-place activations join the previous step. A child that is an nn.Sequential of modules of one class
+    (a stage) can be divided. A child that occurs twice, such as an activation, is a step each time.
     """
     steps: list[Step] = []
     for child, module in model.get_submodule(name)._modules.items():
@@ -97,10 +97,10 @@ def sequence(model: nn.Module, name: str = "") -> list[Step]:
 
 
 def block_starts(model: nn.Module, steps: Sequence[Step]) -> dict[str, str]:
-    """Return one block for each step with parameters, block name -> name of its first step.
+    """Return one block per step with parameters, as block name -> name of its first step.
 
-    A step without parameters joins the block before, except that a Dropout joins the block after it: it must stay
-    active as long as the layer that it feeds is trained.
+    A step without parameters joins the previous block; a Dropout joins the next one, because it must stay active while
+    the next layer is trained.
     """
     starts: dict[str, str] = {}
     waiting = steps[0].leaves[0].name
@@ -119,7 +119,7 @@ def _has_parameters(model: nn.Module, step: Step) -> bool:
 
 
 def children_layout(model: nn.Module) -> Layout:
-    """Return the children of any module as steps: `stage` has a block a child, `residual` a block a finest step.
+    """Return the children of a module as steps: scheme `stage` has a block per child, `residual` one per finest step.
 
     Raises:
         UsageError: no child of `model` has parameters.
@@ -127,13 +127,15 @@ def children_layout(model: nn.Module) -> Layout:
     steps = sequence(model)
     starts = block_starts(model, steps) if steps else {}
     if not starts:
-        raise UsageError(f"model ({type(model).__name__}) has no submodule with parameters: there is nothing to freeze")
+        raise UsageError(
+            f"model ({type(model).__name__}) has no submodule with parameters, so there is nothing to freeze"
+        )
     schemes = {"stage": starts, "residual": block_starts(model, [leaf for step in steps for leaf in step.leaves])}
     return Layout(tuple(steps), schemes, verified=type(model) is nn.Sequential and not _shares_dropout(model))
 
 
 def _shares_dropout(model: nn.Module) -> bool:
-    """Tell whether a dropout is there twice: with the block of one place frozen, it would be off in the other too."""
+    """Return True if a dropout occurs twice: freezing the block of one would disable the other."""
     dropouts = [m for _, m in model.named_modules(remove_duplicate=False) if isinstance(m, _DropoutNd)]
     return len(set(dropouts)) < len(dropouts)
 
@@ -147,15 +149,15 @@ def classifier_layout(
     tail_blocks: Mapping[str, str] | None = None,
     joined: Iterable[str] = (),
 ) -> Layout:
-    """Return the layout of a classifier, whose first block is called stem and whose last is the head.
+    """Return the layout of a classifier with a first block `stem` and a last block `head`.
 
     Args:
         model: the classifier.
-        body: the steps that may be grouped in several ways.
-        tail: the steps that are grouped in one way only: the head, and hidden layers of a classifier.
+        body: the steps that schemes group in different ways.
+        tail: the steps that all schemes group alike: the head, and hidden layers of a classifier.
         stages: the steps of the body that start a block of scheme `stage`, after the stem.
         tail_blocks: the blocks of the tail, block name -> first step; by default one, the head.
-        joined: finest steps that have parameters and yet start no block of scheme `residual`.
+        joined: finest steps with parameters that do not start a block of scheme `residual`.
     """
     last = dict(tail_blocks or {"head": tail[0].name})
     leaves = [leaf for step in body for leaf in step.leaves]

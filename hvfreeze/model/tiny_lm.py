@@ -1,7 +1,7 @@
-"""A small causal Transformer that predicts the next character; the first and the last layer share one matrix.
+"""A small causal Transformer for next-character prediction, with tied input and output embeddings.
 
-The embedding of characters is also the matrix of the output layer (Press and Wolf, EACL 2017, arXiv 1608.05859).
-Blocks normalise before they compute, as in GPT-2.
+The output layer uses the matrix of the embedding (Press and Wolf, EACL 2017, arXiv 1608.05859). Blocks are pre-norm, as
+in GPT-2.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch.nn import functional
 WIDTH, LAYERS, HEADS = 128, 6, 4
 INITIAL_STD = 0.02
 EMBEDDING = "embedding.weight"
-"""The parameter that both ends share, by its name in the model."""
+"""Name of the shared parameter in the model."""
 
 
 class Embedding(nn.Module):
-    """What a character is and where it stands.
+    """The sum of character and position embeddings.
 
     Args:
-        characters: how many there are.
-        context: the longest window.
-        width: numbers a character.
+        characters: size of the vocabulary.
+        context: longest window, in characters.
+        width: size of an embedding.
     """
 
     def __init__(self, characters: int, *, context: int, width: int) -> None:
@@ -36,7 +36,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention to what came before, then two linear layers; each is added to its input."""
+    """A Transformer layer: causal self-attention, then a two-layer perceptron, both with skip connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class Layer(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """The network.
+    """The language model.
 
     Args:
-        characters: how many there are; outputs too.
-        context: the longest window, in characters.
-        layers: Transformer layers.
+        characters: size of the vocabulary.
+        context: longest window, in characters.
+        layers: number of Transformer layers.
     """
 
     def __init__(self, characters: int, *, context: int, layers: int = LAYERS) -> None:
@@ -76,7 +76,8 @@ class TinyLM(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # What layers add to their input starts smaller, so that the sum's variance does not grow with depth.
+                # Smaller initial weights in front of the skip connections, so that the variance does not grow with
+                # depth.
                 added = name.endswith(("attention_out.weight", "narrow.weight"))
                 nn.init.normal_(parameter, std=INITIAL_STD / (2 * layers) ** 0.5 if added else INITIAL_STD)
             elif name.endswith("bias"):
@@ -85,10 +86,10 @@ class TinyLM(nn.Module):
     def output(self, x: Tensor) -> Tensor:
         """Return logits, (B, characters, T), for the last layer's normalised output, (B, T, width).
 
-        Classes come second, as cross-entropy wants them.
+        Classes are the second dimension, as cross-entropy expects.
         """
         return functional.linear(x, self.embedding.weight).transpose(1, 2)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return logits of the character that follows each, (B, characters, T), for (B, T) int64 codes."""
+        """Return the logits of each next character, (B, characters, T), for (B, T) int64 codes."""
         return self.output(self.norm(self.layers(self.embedding(codes))))

@@ -1,4 +1,4 @@
-"""Any module in blocks: as a chain where it is one, else by tracing the calls of its forward pass."""
+"""Divide any module into blocks: as a chain if possible, else by tracing the calls of its forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import in_evaluation
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-"""A batch of a model's inputs: one tensor, or what `model(*inputs)` or `model(**inputs)` takes."""
+"""A batch of a model's inputs: a tensor, a tuple for `model(*inputs)` or a dict for `model(**inputs)`."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Call:
     """One call of a submodule.
 
     Attributes:
-        name: of the submodule, as in `model.named_modules()`.
+        name: name of the submodule, as in `model.named_modules()`.
         parent: the submodule that called it, "" for the model itself.
-        graph: of the gradients of what it gave, a node for each tensor.
+        graph: gradient nodes of its output tensors.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Call:
 
 
 class Watch:
-    """Notes the calls of a model's submodules, in the order in which they end, until it is closed.
+    """Records the calls of a model's submodules, in the order in which they end, until it is closed.
 
     Attributes:
-        calls: that have ended.
-        active: the names of submodules that run, those that called others first.
+        calls: the finished calls.
+        active: names of the running submodules, callers first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +54,7 @@ class Watch:
                 ]
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -65,7 +65,7 @@ class Watch:
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             name = self.active.pop()
             leaves = torch.utils._pytree.tree_leaves(output)
-            # Not the tensors themselves: their memory would stay until the pass ends.
+            # Not the tensors themselves, which would keep their memory until the pass ends.
             graph = tuple(leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
             self.calls.append(Call(name, self.active[-1] if self.active else "", graph))
 
@@ -73,17 +73,19 @@ class Watch:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Return what `model` gives for a batch of its inputs."""
+    """Return the output of `model` for a batch of its inputs."""
     if isinstance(inputs, Tensor):
         return model(inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 def watch(model: nn.Module, example: Inputs) -> list[Call]:
-    """Return the calls of `model`'s submodules for a batch of its inputs, in the order in which they ended.
+    """Trace the calls of `model`'s submodules for a batch of its inputs; return them in the order in which they ended.
 
-    The model runs once, in evaluation mode and with gradients; modes, buffers and random state stay as they were.
-    Raises UsageError where it cannot run on `example`.
+    The model runs once, in evaluation mode and with gradients; modes, buffers and random state are unchanged.
+
+    Raises:
+        UsageError: the model cannot run on `example`.
     """
     seen = Watch(model)
     try:
@@ -100,13 +102,13 @@ def watch(model: nn.Module, example: Inputs) -> list[Call]:
 
 
 LARGEST_SHARE = 0.5
-"""A part with more of the model's parameters is taken apart further, where it is made of parts."""
+"""Share of the model's parameters above which a part is divided further, if it has parts."""
 CONTAINERS = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder)
-"""Those of torch.nn; every other class there is one layer."""
+"""Container classes of torch.nn; every other class of torch.nn is a single layer."""
 
 
 def as_defined(model: nn.Module) -> list[Call]:
-    """Return a call of each submodule, in the order of definition, by the module that would call it."""
+    """Return a call of each submodule in the order of definition, each called by its parent module."""
     lists = {name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))}
 
     def parent_of(name: str) -> str:
@@ -118,7 +120,7 @@ def as_defined(model: nn.Module) -> list[Call]:
 
 @dataclass
 class BlockPlan:
-    """How a model is taken apart: its parts in forward order, and which of them start a block."""
+    """The plan for dividing a model: its parts in forward order, and the first part of each block."""
 
     model: nn.Module
     calls: Sequence[Call]
@@ -152,7 +154,7 @@ class BlockPlan:
         return is_made_of_parts and len(held) > 1 and self._sizes[name] > LARGEST_SHARE * self._sizes[""]
 
     def check_order(self) -> None:
-        """Raise UsageError where a name starts no part, or starts one before the name that stands before it."""
+        """Raise UsageError if a name starts no part, or names are not in forward order."""
         scheme, reached = ",".join(self.starts), -1
         for name in self.starts:
             inside = [place for place, part in enumerate(self.parts) if part == name or part.startswith(f"{name}.")]
@@ -160,13 +162,13 @@ class BlockPlan:
                 raise UsageError(f"blocks ({scheme}): {name} holds no parameter, or the forward pass does not call it")
             if inside[0] <= reached:
                 raise UsageError(
-                    f"blocks ({scheme}): {name} does not run after the name before it; list names in forward order, "
-                    "which without example= is taken to be the order of definition"
+                    f"blocks ({scheme}): {name} does not run after the previous name; list names in "
+                    f"forward order (without example=, the order of definition)"
                 )
             reached = inside[0]
 
     def groups(self) -> list[tuple[str, list[str]]]:
-        """Return each block's name and parts, in forward order; parts that are called again are in one block."""
+        """Return the name and the parts of each block, in forward order; repeated parts are in one block."""
         groups: list[tuple[str, list[str]]] = []
         opened: set[str] = set()
         for part in self.parts:
@@ -198,13 +200,13 @@ class BlockPlan:
 
 @dataclass(frozen=True, eq=False)
 class TracedChain(Chain):
-    """A model in blocks that run inside its own forward pass; `run` is refused, see `SplitForward`.
+    """A model in blocks that only run inside its own forward pass; `run` raises, see `SplitForward`.
 
     Attributes:
-        parts: for each block the names of its modules that hold parameters, in the order of their calls.
-        taken_apart: the modules that call those parts, the model itself first; they belong to no block.
-        loose_buffers: the names of buffers of those.
-        example: a batch of inputs that the model was traced with, if any.
+        parts: for each block the names of its modules with parameters, in the order of their calls.
+        taken_apart: the modules that call these parts, the model itself first; they belong to no block.
+        loose_buffers: names of the buffers of `taken_apart`.
+        example: the batch of inputs for the trace, if any.
     """
 
     parts: tuple[tuple[str, ...], ...] = ()
@@ -218,15 +220,15 @@ class TracedChain(Chain):
         return tuple(self.model.get_submodule(name) for name in self.taken_apart)
 
     def run(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Refuse: these blocks run inside the model's own forward pass only."""
+        """Raise UsageError: these blocks only run inside the model's own forward pass."""
         raise UsageError(
-            f"the blocks of {type(self.model).__name__} run inside its own forward pass only; write it out with "
-            "Chain.from_modules to run them one by one"
+            f"the blocks of {type(self.model).__name__} only run inside its own forward pass; write it "
+            f"out with Chain.from_modules to run them one by one"
         )
 
 
 def blocks_of(model: nn.Module, *, scheme: str | None = None, example: Inputs | None = None) -> TracedChain:
-    """Return a model of one's own in blocks."""
+    """Divide a custom model into blocks."""
     starts = [name.strip() for name in scheme.split(",")] if scheme is not None else []
     known = dict(model.named_modules())
     for name in starts:
@@ -237,8 +239,8 @@ def blocks_of(model: nn.Module, *, scheme: str | None = None, example: Inputs | 
             )
     if example is None and not starts:
         raise UsageError(
-            f"{type(model).__name__} is no torchvision classifier: give example=, a batch of its inputs, on which it "
-            "is run once to see what it calls in which order, or name its blocks with blocks='NAME,NAME,...'"
+            f"{type(model).__name__} is not a torchvision classifier; give a batch of its inputs as "
+            f"example= to trace its calls, or name its blocks with blocks='NAME,NAME,...'"
         )
     calls = watch(model, example) if example is not None else as_defined(model)
     chain = blocks_from(model, calls, starts, known_use=example is not None)
@@ -246,13 +248,13 @@ def blocks_of(model: nn.Module, *, scheme: str | None = None, example: Inputs | 
 
 
 def blocks_from(model: nn.Module, calls: Sequence[Call], starts: Sequence[str] = (), *, known_use: bool) -> TracedChain:
-    """Return a model in the blocks that its calls give.
+    """Divide a model into blocks by its calls.
 
     Args:
         model: any module.
-        calls: of its submodules, in one forward pass.
-        starts: submodules that start a block; none for those that the calls suggest.
-        known_use: whether the calls tell what uses a parameter that is no submodule's own.
+        calls: calls of its submodules in one forward pass.
+        starts: submodules that start a block; empty to choose them from the calls.
+        known_use: whether the calls show which block uses a parameter outside submodules.
 
     Raises:
         UsageError: the names in `starts` are not in forward order.
@@ -263,8 +265,8 @@ def blocks_from(model: nn.Module, calls: Sequence[Call], starts: Sequence[str] =
     chain = _assemble(plan, known_use=known_use) if plan.parts else undivided(model)
     if len(chain.blocks) < 2:
         raise IndivisibleError(
-            f"{type(model).__name__} is a single block ({chain.blocks[0].name}), and the last is never frozen; name "
-            "blocks with blocks='NAME,NAME,...'"
+            f"{type(model).__name__} is a single block ({chain.blocks[0].name}), and the last block is "
+            f"never frozen; name blocks with blocks='NAME,NAME,...'"
         )
     return chain
 
@@ -278,7 +280,7 @@ def undivided(model: nn.Module) -> TracedChain:
 
 
 def described(chain: TracedChain) -> dict[str, Any]:
-    """Return the blocks by the names of what they hold: for other ranks, and for a later run of the same script."""
+    """Describe blocks by names, for other ranks and for a later run of the same script."""
     names = {id(module): name for name, module in chain.model.named_modules()}
     return {
         "blocks": [
@@ -297,7 +299,7 @@ def described(chain: TracedChain) -> dict[str, Any]:
 
 
 def from_description(model: nn.Module, description: Mapping[str, Any]) -> TracedChain:
-    """Return `model` in the blocks that `described` has written down.
+    """Divide `model` into the blocks of a description by `described`.
 
     Raises:
         UsageError: the model has other parameters, buffers or modules.
@@ -343,8 +345,8 @@ def _assemble(plan: BlockPlan, *, known_use: bool) -> TracedChain:
         elif claimed[id(parameter)][0] != block:
             first, known = claimed[id(parameter)]
             raise IndivisibleError(
-                f"parameter {known}, also called {name}, is used by block {groups[first][0]} and by block "
-                f"{groups[block][0]}: name blocks so that one holds both"
+                f"parameter {known}, also called {name}, is used by block {groups[first][0]} and by "
+                f"block {groups[block][0]}; name blocks so that one contains both"
             )
         claimed.setdefault(id(parameter), (block, name))
     for name, _ in model.named_buffers():
@@ -382,9 +384,9 @@ def _owner(name: str, block_of: dict[str, int]) -> int | None:
 
 
 def _modules(plan: BlockPlan, block_of: dict[str, int], count: int) -> list[list[nn.Module]]:
-    """Return each block's modules; one without parameters belongs to the part that is called next, once.
+    """Return the modules of each block; a module without parameters belongs to the next called part.
 
-    So a dropout stays active as long as what it feeds is trained.
+    So a dropout stays active while the next layer is trained.
     """
     modules: list[list[nn.Module]] = [[] for _ in range(count)]
     for name, module in plan.model.named_modules():
@@ -403,7 +405,7 @@ def _modules(plan: BlockPlan, block_of: dict[str, int], count: int) -> list[list
 
 
 def _first_uses(plan: BlockPlan, loose: Sequence[str], block_of: dict[str, int]) -> dict[str, int]:
-    """Return for each of these parameters the first block whose output depends on it, where there is one."""
+    """Return the first block whose output depends on each of these parameters, if any."""
     found: dict[str, int] = {}
     waiting: dict[Any, str] = {plan.model.get_parameter(name): name for name in loose}
     seen: set[Any] = set()
@@ -411,7 +413,7 @@ def _first_uses(plan: BlockPlan, loose: Sequence[str], block_of: dict[str, int])
         ahead = [node for node in made.graph if node not in seen]
         while ahead:
             node = ahead.pop()
-            # A node where a gradient ends has its parameter; to look computes nothing, also in a pass of training.
+            # Leaf nodes of the gradient graph hold their parameters; visiting them computes nothing.
             ends_at = getattr(node, "variable", None)
             if ends_at in waiting:
                 found.setdefault(waiting[ends_at], block_of[made.name])
@@ -424,18 +426,18 @@ SCHEMES = ("stage", "residual", "paper")
 
 
 def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, example: Inputs | None = None) -> Chain:
-    """Return `model` in blocks: a chain where its parts run one after another, else a `TracedChain`.
+    """Divide `model` into blocks: a chain if its parts run in sequence, else a `TracedChain`.
 
     Args:
         model: any module.
         blocks: `stage` or `residual`, or NAME,NAME,... (or a list of names): submodules that start a block, in forward
-            order. None: the stages of a torchvision classifier or of an nn.Sequential; of any other module, what it
-            calls.
+            order. None: the stages of a torchvision classifier or an nn.Sequential; for other modules, the parts that
+            it calls.
         example: a batch of the model's inputs: a tensor, a tuple for `model(*inputs)` or a dict for `model(**inputs)`.
-            Needed for any other module unless `blocks` names its blocks. The model is run on it in evaluation mode.
+            Required for other modules unless `blocks` names their blocks. The model runs on it in evaluation mode.
 
     Raises:
-        UsageError: the model cannot be divided so; see `cut_into_blocks` and `blocks_of`.
+        UsageError: the model cannot be divided like this; see `cut_into_blocks` and `blocks_of`.
     """
     blocks = _scheme_of(blocks)
     layout = layout_of(model) if _has_layout(model) else None
@@ -445,7 +447,7 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
         try:
             chain = cut_by(layout, model, scheme=blocks or "stage", example=example)
         except UsageError:
-            pass  # its forward pass does more than to run its children; it is traced
+            pass  # its forward pass does more than run its children, so it is traced
         else:
             if len(chain.blocks) > 1:
                 return chain
@@ -453,7 +455,7 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
 
 
 def knows_its_order(model: nn.Module) -> bool:
-    """Tell whether the model's class says in which order it calls what, so that it need not run first."""
+    """Return True if the model's class determines the order of calls, so that no trace is needed."""
     return _has_layout(model) and layout_of(model).verified
 
 
@@ -466,5 +468,5 @@ def _scheme_of(blocks: str | Sequence[str] | None) -> str | None:
 
 
 def _has_layout(model: nn.Module) -> bool:
-    """Tell whether `layout_of` has one; auxiliary heads of a torchvision classifier are refused by it."""
+    """Return True if `layout_of` knows the model; it refuses auxiliary heads of torchvision classifiers."""
     return any(True for child in model.children() for _ in child.parameters())

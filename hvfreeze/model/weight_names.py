@@ -1,4 +1,4 @@
-"""Names and addresses of weights: torchvision's entries, such as DEFAULT and IMAGENET1K_V2, and URLs."""
+"""Names of weights: torchvision's entries, such as DEFAULT and IMAGENET1K_V2, and URLs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
-from hvfreeze.config.rules import is_url, weights_entry
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.settings import is_url, weights_entry
 from hvfreeze.torchvision_shim import torchvision
 
 
 def find_entry(model: str, weights: str) -> Any:
-    """Return torchvision's entry that `weights` names, or whose URL it is; None where that is a file or another URL.
+    """Return torchvision's entry for the name or URL `weights`; None for files and other URLs.
 
-    None too for a model that is not torchvision's, such as timm:NAME.
+    Also None for a model that is not torchvision's, such as timm:NAME.
 
     Raises:
-        UsageError: it is a name, and torchvision has no such entry of this model.
+        UsageError: torchvision has no entry of this name for the model.
     """
     named = weights_entry(weights)
     if ":" in model or (named is None and not is_url(weights)):
@@ -33,17 +33,17 @@ def find_entry(model: str, weights: str) -> Any:
         return next((entry for entry in entries.values() if entry.url == weights), None)
     kind, name = named
     if not entries:
-        raise UsageError(f"weights ({weights}): torchvision has none for {model}; give a file, or pass --weights none")
-    # DEFAULT is another name of one of them.
+        raise UsageError(f"weights ({weights}): torchvision has none for {model}; give a file, or use --weights none")
+    # DEFAULT is an alias of one of them.
     found = getattr(torchvision.models.get_model_weights(model), name, None)
     own = next(iter(entries.values())).__class__.__name__
     if found is None or kind not in ("", own):
-        raise UsageError(f"weights ({weights}) are none of {model}, which has {own}.{' and '.join(entries)}")
+        raise UsageError(f"weights ({weights}) are not among those of {model}, which has {own}.{' and '.join(entries)}")
     return found
 
 
 def entry_of_file(model: str, path: Path) -> Any:
-    """Return torchvision's entry of a model that a file is, by its name; None where it has another."""
+    """Return torchvision's entry of a model by the name of its file; None for other file names."""
     try:
         entries = () if ":" in model else torchvision.models.get_model_weights(model)
     except ValueError:
@@ -52,7 +52,7 @@ def entry_of_file(model: str, path: Path) -> Any:
 
 
 def place_of(url: str, *, hashed: bool = False) -> Path:
-    """Return the file that a URL is downloaded to; torchvision's names are `hashed`, others need not be different."""
+    """Return the download path of a URL; names of torchvision's files are `hashed`, others get a hash of the URL."""
     name = _file_name(url)
     if not hashed:
         name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
@@ -60,7 +60,7 @@ def place_of(url: str, *, hashed: bool = False) -> Path:
 
 
 def download(url: str) -> Path:
-    """Return the file that a URL is downloaded to, once. Raises RefusedError where it cannot be."""
+    """Download a URL once and return its path. Raises RefusedError if that fails."""
     path = place_of(url)
     if path.exists():
         return path
@@ -69,7 +69,7 @@ def download(url: str) -> Path:
         torch.hub.download_url_to_file(url, str(path), progress=False)
     except Exception as error:  # the network, the disk and the server fail in as many ways
         raise RefusedError(
-            f"weights ({url}) cannot be downloaded: {error}; download the file, and give its path"
+            f"weights ({url}) cannot be downloaded: {error}; download the file and give its path"
         ) from error
     return path
 

@@ -1,4 +1,4 @@
-"""Weights for a model, from a file or from torchvision: read without running code, and loaded only where they fit."""
+"""Load weights into a model, from a file or from torchvision, without running pickled code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.config.rules import is_url
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, Ownership, group_steps
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.hugging_face import find_folder, weight_files
+from hvfreeze.model.settings import is_url
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
 from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
 from hvfreeze.model.weight_names import find_entry, place_of
@@ -30,26 +30,26 @@ from hvfreeze.user_code import HF, TIMM
 Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
 BODY = "body."
-"""Begins the names of a model's own tensors beside a multi-level head."""
+"""Prefix of the model's own tensors in the state of a model with a multi-level head."""
 KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Return the state_dict in file `path`, as `read_state` does."""
+    """Return the state_dict in file `path`; see `read_state`."""
     return read_state(path)[0]
 
 
 def read_state(path: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the state_dict in file `path`, also one inside {"state_dict": ...}, and notes on what else there is.
+    """Return the state_dict in file `path`, also inside {"state_dict": ...}, and notes on other content.
 
-    Raises RefusedError where the file is missing, damaged, holds something else, NaN, infinity, numbers beyond float32
-    or tensors that are not dense, or would have to run code to be read; UsageError where its format needs a library.
+    Raises:
+        RefusedError: the file is missing, damaged, has other content, NaN, infinity, numbers beyond float32 or tensors
+            that are not dense, or would run code.
+        UsageError: its format needs a missing library.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # what a strange pickle makes torch say; the error below says it in one line
+            warnings.simplefilter("ignore")  # torch's warnings on unusual pickles; the error below is one line
             content = load_content(Path(os.path.expanduser(path)))
     except HvfreezeError:
         raise
@@ -71,20 +71,18 @@ def read_state(path: str) -> tuple[dict[str, Tensor], list[str]]:
         )
     broken = [key for key, tensor in state.items() if not _is_finite(tensor)]
     if broken:
-        raise RefusedError(
-            f"weights ({path}) hold NaN or infinite numbers in {_first(broken)}, as float32; give an intact file"
-        )
+        raise RefusedError(f"weights ({path}) hold NaN or Inf, as float32, in {_first(broken)}; give an intact file")
     return state, notes
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a model's float32 or integer tensor can be copied from this one."""
+    """Return True if a model's float32 or integer tensor can be copied from this one."""
     small = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or small)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # Models are float32, in which a float64 may be infinite.
+    # Models are float32; a float64 may be infinite in it.
     return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())
 
 
@@ -93,14 +91,14 @@ def _why(error: Exception) -> str:
         return "are refused: a TorchScript archive holds code, and none was run"
     wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and wanted:
-        return f"are refused: to read them, code must run ({wanted[1]}), and none was run"
+        return f"are refused: loading them would run code ({wanted[1]}); none was run"
     if isinstance(error, pickle.UnpicklingError):
-        return "are refused: this is no file of tensors, perhaps a pickle that wants to run code; none was run"
-    return "cannot be read: the file is damaged, or neither torch.save nor safetensors wrote it"
+        return "are refused: this is not a file of tensors, perhaps a pickle that runs code; none was run"
+    return "cannot be read: the file is damaged, or not from torch.save or safetensors"
 
 
 def weights_path(name: str, weights: str) -> Path | None:
-    """Return the file that `build_model` reads `weights` of model `name` from, None if it reads none, or several."""
+    """Return the weight file of `build_model` for `weights` and model `name`; None if there is none, or several."""
     if weights == "none" or (name.startswith(TIMM) and weights == "DEFAULT"):
         return None
     if name.startswith(HF) and weights == "DEFAULT":
@@ -113,25 +111,28 @@ def weights_path(name: str, weights: str) -> Path | None:
 
 
 def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") -> dict[str, Tensor]:
-    """Return weights of model `name` that torchvision has under the name `weights`, for images of `image_size` pixels.
+    """Return torchvision's `weights` of model `name` for images of `image_size` pixels.
 
-    Random state is untouched. A vision transformer's position embedding is interpolated where the image size is not the
-    pretraining's. The rescaling that googlenet and inception_v3 do before their first layer is folded into it. Raises
-    UsageError where there are none of that name, or for other image sizes only, RefusedError where they cannot be
-    downloaded.
+    Random state is unchanged. Position embeddings of vision transformers are interpolated to the image size. The input
+    rescaling of googlenet and inception_v3 is folded into their first layer.
+
+    Raises:
+        UsageError: there are no such weights, or not for this image size.
+        RefusedError: they cannot be downloaded.
     """
     if name == "maxvit_t" and image_size % 224:
         raise UsageError(
-            f"weights ({weights}) of {name} need an image size that is a multiple of 224, not {image_size}"
+            f"weights ({weights}) of {name} need an image size that is a multiple of 224, not "
+            f"{image_size}; use --image-size 224"
         )
     entry = find_entry(name, weights)
     try:
         with torch.random.fork_rng(devices=[]):
             model = torchvision.models.get_model(name, weights=entry, progress=False)
-    except Exception as error:  # network, disk, hash and unpickling fail in as many ways
+    except Exception as error:  # network, disk, hash and unpickling raise errors of many kinds
         raise RefusedError(
-            f"weights ({weights}) of {name} cannot be downloaded from {entry.url}: {error}; put that file into "
-            f"{torch.hub.get_dir()}/checkpoints, give another file with --weights, or pass --weights none"
+            f"weights ({weights}) of {name} cannot be downloaded from {entry.url}: {error}; put that "
+            f"file into {torch.hub.get_dir()}/checkpoints, give another file with --weights, or use --weights none"
         ) from error
     if getattr(model, "transform_input", False):
         _fold_rescaling(model)
@@ -143,7 +144,7 @@ def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") 
 
 
 def statistics_of_entry(entry: Any) -> tuple[Triple, Triple]:
-    """Return the mean and standard deviation of each channel with which an entry of torchvision's was trained."""
+    """Return the mean and standard deviation per channel that a torchvision entry was trained with."""
     preset = entry.transforms()
     (red, green, blue), (r, g, b) = preset.mean, preset.std
     return (red, green, blue), (r, g, b)
@@ -151,7 +152,7 @@ def statistics_of_entry(entry: Any) -> tuple[Triple, Triple]:
 
 @torch.no_grad()
 def _fold_rescaling(model: Any) -> None:
-    """Make the first convolution and its BatchNorm do what `transform_input` did, but for the image's border."""
+    """Fold `transform_input` into the first convolution and its BatchNorm, exact except at the image's border."""
     first = next(module for module in model.children())
     shift = model._transform_input(torch.zeros(1, 3, 1, 1))
     scale = model._transform_input(torch.ones(1, 3, 1, 1)) - shift
@@ -168,34 +169,34 @@ def load_weights(
     reset_head: bool = False,
     chain: Chain | None = None,
 ) -> list[str]:
-    """Copy `state` into `model`, in the model's types, and return notes about the head and what was left out.
+    """Copy `state` into `model`, converted to its types, and return notes on the head and on ignored tensors.
 
     Args:
-        model: what the weights are for.
-        state: a state_dict, also with "module." or the like before each name; the head may be missing, of another
-            number of classes, or of another kind, such as an `Mlp` or a multi-level head: then it starts afresh.
-        source: names the weights in messages.
-        reset_head: whether the head starts afresh also where it would fit.
-        chain: the model's, where its maker wrote it out.
+        model: the model.
+        state: a state_dict, also with a prefix like "module."; a head that is missing, has another number of classes
+            or another type, such as an `Mlp` or a multi-level head, is re-initialised.
+        source: name of the weights in messages.
+        reset_head: whether to re-initialise the head even if it fits.
+        chain: the model's chain, if the user's function returned one.
 
     Raises:
         RefusedError: a tensor is missing, not part of the model, or of another shape; the head and auxiliary heads
             may differ.
-        UsageError: the head is to start afresh, and it is not known which layer that is.
+        UsageError: the head must be re-initialised, and its layer is unknown.
     """
     own = model.state_dict()
     layers = head_layers(model, chain)
     if reset_head and not layers:
         raise UsageError(
-            f"--reset-head must be left out for {type(model).__name__}: its last block has no Linear and no "
-            "convolution, so that it is not known which layer gives the logits; end the model with one of these"
+            f"--reset-head needs a last block with a Linear or a convolution, and "
+            f"{type(model).__name__} has neither; end the model with one of these, or omit --reset-head"
         )
     of_head = [key for key in own if key.startswith(tuple(f"{layer}." for layer in layers))]
     notes = []
     body = _body_of(state, own)
     if body is not None:
-        notes.append(f"weights ({source}): the multi-level head is left out")
-        # Beside such a head the model's own is unused.
+        notes.append(f"weights ({source}): ignoring the multi-level head")
+        # With such a head, the model's own is unused.
         state = {key: tensor for key, tensor in body.items() if key not in of_head}
     state, told = _unwrapped(state, own, source=source)
     notes += told
@@ -203,7 +204,7 @@ def load_weights(
     notes += told
     auxiliary = {key for key in state if key.startswith(AUXILIARY) and key not in own}
     if auxiliary:
-        notes.append(f"weights ({source}): the auxiliary heads are left out")
+        notes.append(f"weights ({source}): ignoring the auxiliary heads")
     fitting = {key: tensor for key, tensor in state.items() if key not in auxiliary}
     resized = {key for key in of_head if _other_size(own, fitting, key)}
     absent = bool(layers) and not any(key in fitting for key in of_head)
@@ -213,28 +214,31 @@ def load_weights(
     fitting = {key: tensor for key, tensor in fitting.items() if key not in (*other_kind, *elsewhere)}
     if other_kind:
         notes.append(
-            f"weights ({source}): head {head} is of another kind there ({_first(other_kind)}) and is left out; it is "
-            "initialised"
+            f"weights ({source}): ignoring a head of another type ({_first(other_kind)}); {head} is "
+            f"initialised at random"
         )
     elif elsewhere:
         notes.append(
-            f"weights ({source}): the head has another name there ({_first(elsewhere)}); {head} is initialised"
+            f"weights ({source}): ignoring a head of another name ({_first(elsewhere)}); {head} is "
+            f"initialised at random"
         )
     elif absent:
-        notes.append(f"weights ({source}): there is no head {head}; it is initialised")
+        notes.append(f"weights ({source}): no head {head}; it is initialised at random")
     elif resized:
         old, new = (some[next(key for key in of_head if key in resized)].shape[0] for some in (fitting, own))
-        notes.append(f"weights ({source}): head {head} has {old} classes there and {new} here; it is re-initialised")
+        notes.append(
+            f"weights ({source}): head {head} is initialised at random: the weights have {old} classes, the model {new}"
+        )
     elif reset_head:
         resized = set(of_head)
-        notes.append(f"weights ({source}): head {head} is re-initialised, as --reset-head asks")
+        notes.append(f"weights ({source}): head {head} is initialised at random (--reset-head)")
     elif layers:
         new = own[of_head[0]].shape[0]
         notes.append(
-            f"weights ({source}): head {head} has {new} classes there too and is kept; where these are other classes, "
-            "or in another order, --reset-head starts it afresh"
+            f"weights ({source}): head {head} is kept, with {new} classes; if its classes or their "
+            f"order differ, use --reset-head"
         )
-    # Files from before BatchNorm counted its batches lack the counters; nothing here uses them.
+    # Old files lack BatchNorm's batch counters, which are unused here.
     spared = set(of_head) if absent else set()
     missing = [k for k in own if k not in fitting and k not in spared and not k.endswith("num_batches_tracked")]
     unexpected = [key for key in fitting if key not in own]
@@ -246,23 +250,24 @@ def load_weights(
     found = {"missing": missing, "not part of the model": unexpected, "of another shape": reshaped}
     if missing or unexpected or reshaped:
         what = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in found.items() if keys)
-        raise RefusedError(f"weights ({source}) do not fit {type(model).__name__}: {what}. Are they another model's?")
-    # `own` keeps the version numbers that some modules ask for when they load.
+        raise RefusedError(
+            f"weights ({source}) do not fit {type(model).__name__}: {what}; name the --model that they belong to"
+        )
+    # `own` has the version numbers that some modules need for loading.
     own.update({key: tensor for key, tensor in fitting.items() if key not in resized})
     model.load_state_dict(own)
     return notes
 
 
 HEADS = (nn.Linear, nn.Conv2d)
-"""Kinds of layers that give logits, the usual ones first."""
+"""Types of layers that return logits, the usual ones first."""
 
 
 def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
-    """Return the names of the layer that gives the logits, and of those behind it in its nn.Sequential: the head.
+    """Return the names of the head: the layer that returns the logits, and the later layers of its nn.Sequential.
 
-    That layer is the last Linear of the last block, or its last convolution if it has none; without one the list is
-    empty. Of a language model it is the embedding, whose matrix the output layer shares. For `chain` see
-    `load_weights`.
+    This layer is the last Linear of the last block, else its last convolution; without one the list is empty. For a
+    language model it is the embedding, which is tied to the output layer. For `chain` see `load_weights`.
 
     Raises:
         UsageError: the model cannot be cut into blocks.
@@ -284,7 +289,7 @@ def head_layers(model: nn.Module, chain: Chain | None = None) -> list[str]:
 def _last_block(model: nn.Module) -> Sequence[nn.Module]:
     layout = layout_of(model)
     if not layout.verified:
-        # The order of definition need not be that of the calls. torch.fx takes a tenth of a second to import.
+        # The order of definition may differ from that of the calls. Importing torch.fx takes a tenth of a second.
         from hvfreeze.model.forward_steps import used_last
 
         last = used_last(model)
@@ -296,22 +301,22 @@ def _last_block(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _body_of(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-    """Return the model's own part of the state of a `MultiLevelClassifier`, None where it is something else."""
+    """Return the model's own part of the state of a `MultiLevelClassifier`; None for other states."""
     body = {key.removeprefix(BODY): tensor for key, tensor in state.items() if key.startswith(BODY)}
     others = all(key.startswith((BODY, "head.")) for key in state)
     return body if others and any(key in own for key in body) and not any(key.startswith(BODY) for key in own) else None
 
 
 WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing insert into names, also in the middle of them."""
+"""Parts that torch.compile, FSDP and activation checkpointing insert into names, at any position."""
 
 
 def _unwrapped(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """Return `state` without `WRAPPERS` and the prefix of most names, such as "module.", and a note on other names.
+    """Return `state` without `WRAPPERS` and without its prefix, such as "module.", and a note on other names.
 
-    The prefix is whatever makes most names those of the model, which may have such prefixes itself.
+    The prefix is the one that matches most names of the model, which may have such prefixes itself.
     """
     if not any(map(WRAPPERS.search, own)):
         state = {WRAPPERS.sub("", key): tensor for key, tensor in state.items()}
@@ -324,7 +329,7 @@ def _unwrapped(
     most = max(prefixes.values(), default=0)
     if prefixes[""] == most:
         return state, []
-    # Of a model and a running mean of it, the model.
+    # Of a model and its running mean, take the model.
     prefix, *_ = sorted(
         (each for each, count in prefixes.items() if count == most),
         key=lambda each: (bool(AVERAGED.search(each)), each),
@@ -333,7 +338,7 @@ def _unwrapped(
     outside = [key for key in state if not key.startswith(prefix)]
     found |= {key: state[key] for key in outside if key in own and key not in found}
     left = [key for key in outside if key not in own]
-    notes = [f"weights ({source}): names that do not begin with {prefix} are left out: {_first(left)}"] if left else []
+    notes = [f"weights ({source}): ignoring names that do not begin with {prefix}: {_first(left)}"] if left else []
     return found, notes
 
 
@@ -343,7 +348,9 @@ POSITIONS = re.compile(r"(^|[._])(pos|position|positional)_embed\w*(\.weight)?$"
 def _with_positions(
     state: Mapping[str, Tensor], model: nn.Module, own: Mapping[str, Tensor], *, source: str
 ) -> tuple[Mapping[str, Tensor], list[str]]:
-    """Return `state` with the position embeddings of a vision transformer for the model's image size, and notes."""
+    """Interpolate the position embeddings of a vision transformer to the model's image size; return the state and
+    notes.
+    """
     found, notes = dict(state), list[str]()
     for key in filter(POSITIONS.search, own):
         if key not in state or state[key].dim() != own[key].dim() or state[key].shape[-1] != own[key].shape[-1]:
@@ -353,7 +360,7 @@ def _with_positions(
             continue
         tokens, old, new = grids
         rows = state[key].reshape(tokens + old**2, -1).float()
-        # As the two libraries do it.
+        # As in the two libraries.
         how = {"align_corners": True} if type(model) is torchvision.models.VisionTransformer else {"antialias": True}
         image = rows[tokens:].T.reshape(1, -1, old, old)
         image = functional.interpolate(image, size=(new, new), mode="bicubic", **how)
@@ -363,11 +370,11 @@ def _with_positions(
 
 
 def _grids(there: int, here: int) -> tuple[int, int, int] | None:
-    """Return how many of so many positions are no patches, and the sides of both grids of patches, which are square.
+    """Return the number of positions that are not patches, and the sides of both square grids of patches.
 
-    None where that cannot be.
+    None if no such grids exist.
     """
-    # A token for the class, none, or another one beside it.
+    # No extra token, a class token, or a class token and another one.
     for tokens in (1, 0, 2):
         old, new = (math.isqrt(max(0, positions - tokens)) for positions in (there, here))
         if old and new and (old**2, new**2) == (there - tokens, here - tokens):
@@ -376,7 +383,7 @@ def _grids(there: int, here: int) -> tuple[int, int, int] | None:
 
 
 def _head_elsewhere(state: Mapping[str, Tensor], own: Mapping[str, Tensor], head: str) -> list[str]:
-    """Return the names of a layer that only the weights have, and that takes what the model's head takes."""
+    """Return the names of a layer in the weights alone that has the input size of the model's head."""
     unknown = [key for key in state if key not in own]
     layers = {key.rpartition(".")[0] for key in unknown}
     there, here = (some.get(f"{name}.weight") for some, name in ((state, min(layers, default="")), (own, head)))

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvfreeze.config.rules import absolute_data, is_downloaded
+from hvfreeze.data.settings import absolute_data
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.model.settings import is_downloaded
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""
@@ -44,14 +45,14 @@ def absolute_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def other_run(held: Settings, settings: Settings) -> list[str]:
     """Return the differences that make `settings` another run than `held`; --epochs may grow."""
     found = [
-        f"{leaf}: {held.get(section, {}).get(leaf)!r} there, {value!r} here"
+        f"{leaf}: {held.get(section, {}).get(leaf)!r} before, {value!r} now"
         for section, leaves in settings.items()
         for leaf, value in leaves.items()
         if leaf not in HARMLESS + COMPARED_OTHERWISE and held.get(section, {}).get(leaf) != value
     ]
     there, here = held["optimizer"]["epochs"], settings["optimizer"]["epochs"]
     if not isinstance(there, int) or here < there:
-        found.append(f"epochs: {there} there, {here} here, which must not be fewer")
+        found.append(f"epochs: {there} before, {here} now, which is fewer")
     return found
 
 
@@ -71,7 +72,7 @@ def inexact(held: Settings, settings: Settings, before: Mapping[str, Any], now: 
     ]
     there, here = before.get("versions") or {}, now.get("versions") or {}
     pairs += [(name, there[name], here[name]) for name in VERSIONS if name in there and name in here]
-    return [f"{name}: {was} there, {is_} here" for name, was, is_ in pairs if was != is_]
+    return [f"{name}: {was} before, {is_} now" for name, was, is_ in pairs if was != is_]
 
 
 def stored_as(cache: Mapping[str, Any]) -> str:
@@ -107,4 +108,4 @@ def changes(
             "--resume-inexact to continue anyway (the change is recorded)"
         )
     there, here = held["optimizer"]["epochs"], settings["optimizer"]["epochs"]
-    return rounded + ([f"epochs: {there} there, {here} here"] if here > there else [])
+    return rounded + ([f"epochs: {there} before, {here} now"] if here > there else [])

@@ -1,4 +1,4 @@
-"""The loop, and a run from its configuration to its summary. Only `stage_build.py` knows strategies by name.
+"""Training runs, from the configuration to the summary. Only `stage_build.py` refers to strategies by name.
 
 Imports everything below it; only `__main__` and `cli` import it.
 """

@@ -1,9 +1,9 @@
-"""The best model so far, by held-out samples: when training ends early for want of a better one, and its file.
+"""The best model so far by held-out samples: its file, and early stopping.
 
-RUN/best/NAME.pt                              each model when it was best
-RUN/checkpoints/best-step-00000120.NAME.pt    the same file, by another name, as it was when that checkpoint was written
+RUN/best/NAME.pt                              each model at its best
+RUN/checkpoints/best-step-00000120.NAME.pt    hard link to that file at the time of a checkpoint
 
-So a run that goes on from a checkpoint has the model that was best then. Names go with their checkpoints, one later.
+A run that resumes from a checkpoint gets the best model of that time. Links are removed with their checkpoints.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hvfreeze.training.job import Job
 
 
 def best_path(job: Job, name: str) -> Path:
-    """Return where a model's best state is kept."""
+    """Return the path of a model's best state."""
     return job.directory / "best" / f"{name}.pt"
 
 
 def follow_best(job: Job, epoch: int) -> None:
-    """Note which models the evaluation after `epoch` found better than ever, and keep them where --keep says so.
+    """Record the models that improved in the evaluation after `epoch`, and save them if --keep asks for it.
 
-    Collective: every rank of the world must call this, after settling and evaluating.
+    Collective: every rank of the world must call this, after synchronizing and evaluating.
     """
     improved = [name for name, score in job.last_scores.items() if name not in job.best or job.best[name].below(score)]
-    job.evaluations_in_vain = 0 if improved else job.evaluations_in_vain + 1
+    job.evaluations_without_gain = 0 if improved else job.evaluations_without_gain + 1
     keeps = job.config.run.keep == "best" and bool(improved)
     digest = job.strategy.check(step=job.step) if keeps else ""
     for name in improved:
@@ -47,25 +47,25 @@ def follow_best(job: Job, epoch: int) -> None:
 
 
 def write(job: Job, model: WholeModel, improved: Sequence[str]) -> None:
-    """Publish a model's state on rank 0, where it has improved."""
+    """Write an improved model's state on rank 0."""
     if job.world.rank == 0 and model.name in improved:
         with publishing(best_path(job, model.name)) as file:
             torch.save(model.state, file)
 
 
 def out_of_patience(job: Job) -> bool:
-    """Tell whether --early-stop ends the run here; equal on all ranks."""
+    """Return True if --early-stop ends the run now; equal on all ranks."""
     most = job.config.run.early_stop
-    return most is not None and job.evaluations_in_vain >= most
+    return most is not None and job.evaluations_without_gain >= most
 
 
 def linked_path(checkpoint: Path, name: str) -> Path:
-    """Return the name that a model's best state has for a checkpoint."""
+    """Return the path of the link to a model's best state for a checkpoint."""
     return checkpoint.with_name(f"best-{checkpoint.stem}.{name}.pt")
 
 
 def link_best(job: Job, folder: Path) -> None:
-    """Give the best models so far a name for the checkpoint of this step, on rank 0; drop those of checkpoints gone."""
+    """Link the best models to the checkpoint of this step, on rank 0; remove the links of removed checkpoints."""
     if job.config.run.keep != "best" or not job.best:
         return
     try:
@@ -76,17 +76,17 @@ def link_best(job: Job, folder: Path) -> None:
         for name in job.best:
             replace_by(linked_path(path_of(folder, job.step), name), best_path(job, name))
     except OSError as error:
-        raise RefusedError(f"{folder} cannot be kept in order: {reason_of(error)}") from error
+        raise RefusedError(f"{folder}: cannot link the best model: {reason_of(error)}") from error
 
 
 def bring_back_best(job: Job, checkpoint: Path) -> None:
-    """Make the models that were best when a checkpoint was written the best again, on rank 0."""
+    """Restore the best models of the time of a checkpoint, on rank 0."""
     if job.config.run.keep != "best" or job.world.rank > 0:
         return
     for name in job.best:
         link = linked_path(checkpoint, name)
         if not link.exists():
-            raise RefusedError(f"{link}, the best model so far, is missing; put it back, or remove {checkpoint.name}")
+            raise RefusedError(f"{link}, the best model so far, is missing; restore it or remove {checkpoint.name}")
         try:
             best_path(job, name).parent.mkdir(parents=True, exist_ok=True)
             replace_by(best_path(job, name), link)
@@ -95,7 +95,7 @@ def bring_back_best(job: Job, checkpoint: Path) -> None:
 
 
 def replace_by(target: Path, source: Path) -> None:
-    """Make `target` another name of the file `source`, or a copy where the file system has no second names."""
+    """Hard-link `target` to the file `source`, or copy it if the file system has no hard links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

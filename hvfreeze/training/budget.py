@@ -1,7 +1,7 @@
-"""What a run may spend: work, as --epochs counts it, or seconds, of --time-budget. One table, one measured rate.
+"""The budget of a run: work for --epochs, seconds for --time-budget, and the measured rate between them.
 
-Work is counted in forward passes of one sample through the whole network, of one replica. Seconds become work by the
-rate that the run has measured so far. Every number is equal on all ranks: rank 0's clock counts, when a verb ends.
+The unit of work is a forward pass of one sample through the whole network, per replica. The rate measured so far
+converts seconds to work. All numbers are equal on all ranks: they come from rank 0's clock at the end of a verb.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.timing import SECONDS, min_seconds
 
 BACKWARD = 3.0
-"""Work of a backward pass: gradients of inputs and of parameters, and the update's share, as measured on CPUs."""
+"""Work of a backward pass with its share of the update, in forward passes, as measured on CPUs."""
 UPDATE = 1e3
-"""Floating-point operations of a forward pass in whose time a parameter is exchanged and updated, as measured."""
+"""Time to exchange and update a parameter, in floating-point operations of a forward pass, as measured."""
 LINEAR = 0.15
-"""Work of fitting a linear head, for each row beside its features."""
+"""Work of fitting a linear head per row, without the forward pass for its features."""
 POINT, PAIR = 1.24e4, 1.6e3
-"""Operations of a forward pass in whose time a feature is projected, and a pair of rows compared; 2,500-50,000 rows."""
+"""Time to project a feature and to compute a kernel value, in operations of a forward pass; for 2,500-50,000 rows."""
 PROBED, PROBE_FIT = 1.2, 1e8
-"""Work of a probe for each of its rows: the forward pass; and operations in whose time the row's head is fitted."""
+"""Work of a probe per row: the forward pass, and the fit in operations of a forward pass."""
 LEAST_FORWARD = 5e7
-"""Operations of a forward pass; one of fewer takes no less time, because it calls as many operators."""
+"""Least operations of a forward pass: smaller networks take no less time, because of the operator calls."""
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
-"""Part of a time budget, and seconds, for what follows the recipe: the model is checked and written."""
+"""Reserve for the end of a run, which checks and writes the model: share of the time budget, and seconds."""
 SECONDS_BETWEEN_PLANS = 2.0
 TIMED = 0.01
-"""Part of a time budget in which a forward pass is timed."""
+"""Share of a time budget for timing a forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The table of work per verb, of one replica."""
+    """The work per verb, for one replica."""
 
     forward: float = LEAST_FORWARD
     """Floating-point operations of a forward pass of one sample."""
     parameters: int = 0
     frozen: float = 0.0
-    """Share of the forward pass in front of the cut, which has no backward pass."""
+    """Share of the forward pass before the cut, which has no backward pass."""
     samples: float = 0.0
-    """Training samples."""
+    """Number of training samples."""
     evaluated: float = 0.0
-    """Evaluation samples."""
+    """Number of evaluation samples."""
     held_out: float = 0.0
-    """Held-out training samples, with their flips."""
+    """Number of held-out training samples, with their flips."""
     rows: float = 0.0
-    """Rows that a head is fitted to: samples times views."""
+    """Number of rows that a head is fitted to: samples times views."""
     looks: int = 1
-    """Forward passes for a row: 2 for a head that averages an image with its flip."""
+    """Forward passes per row: 2 for a head that averages over flips."""
     kernel: tuple[int, int] | None = None
-    """Features and centres of a kernel head."""
+    """Number of features and of centres of a kernel head."""
     probed: float = 0.0
-    """Rows of a probe."""
+    """Number of rows of a probe."""
 
     def step(self, batch: int) -> float:
         """Return the work of an optimizer step on `batch` samples."""
@@ -72,12 +72,12 @@ class Work:
 
     @property
     def update(self) -> float:
-        """The work of exchanging gradients and updating parameters."""
+        """Work of exchanging gradients and updating parameters."""
         return UPDATE * self.parameters / max(self.forward, LEAST_FORWARD)
 
     @property
     def solve(self) -> float:
-        """The work of fitting the head to all rows."""
+        """Work of fitting the head to all rows."""
         fit = LINEAR
         if self.kernel is not None:
             width, centres = self.kernel
@@ -86,21 +86,21 @@ class Work:
 
     @property
     def probe(self) -> float:
-        """The work of probing how good the features are."""
+        """Work of a probe of the features."""
         return self.probed * (PROBED + PROBE_FIT / max(self.forward, LEAST_FORWARD))
 
 
 @dataclass(kw_only=True)
 class Budget:
-    """What is left to spend.
+    """The remaining work and time of a run.
 
     Attributes:
-        work: the table.
+        work: the work per verb.
         world: the ranks.
-        limit: work that the run may do.
-        seconds: that the run may take, set-up included; None without a time budget.
+        limit: total work of the run.
+        seconds: total seconds of the run, with set-up; None without a time budget.
         rate: measured work per second.
-        started: `time.monotonic()` when this process began to work on the run.
+        started: `time.monotonic()` at the start of this process's work on the run.
     """
 
     work: Work
@@ -110,26 +110,26 @@ class Budget:
     rate: float = 1.0
     started: float = field(default_factory=time.monotonic)
     spent: float = 0.0
-    """Work, or seconds, when the last verb ended."""
+    """Work, or seconds, spent at the end of the last verb."""
     begun: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Where it stood when the recipe began; see `mark`."""
+    """State of the budget at the start of the recipe; see `mark`."""
     _before: float = 0.0
-    """Seconds that the jobs before this one spent."""
+    """Seconds spent by earlier jobs of the run."""
     _done: tuple[float, float] | None = None
-    """Work, and the seconds that it took, of all verbs so far."""
+    """Work and seconds of all verbs so far."""
 
     def elapsed(self) -> float:
         """Return the seconds since the run began, on this rank's clock."""
         return self._before + time.monotonic() - self.started
 
     def left(self) -> float:
-        """Return the work that there is room for, by what was spent when the last verb ended."""
+        """Return the remaining work at the end of the last verb."""
         if self.seconds is None:
             return self.limit - self.spent
         return (self.seconds - reserve_of(self.seconds) - self.spent) * self.rate - self.work.evaluated
 
     def deadline(self, work: float) -> float | None:
-        """Return the second of the run at which so much work should be done; None without a time budget."""
+        """Return the second of the run at which `work` should be done; None without a time budget."""
         return None if self.seconds is None else self.spent + work / self.rate
 
     def begin(self) -> None:
@@ -139,12 +139,12 @@ class Budget:
         self.begun = self.mark()
 
     def end(self, work: float) -> None:
-        """Count the verb that has ended, and correct the rate. Collective."""
+        """Count the verb that has ended and update the rate. Collective."""
         if self.seconds is None:
             self.spent += work
             return
         now = self.world.broadcast_object(self.elapsed(), name="budget.end")
-        # What was timed before the first verb counts as one second.
+        # The timing before the first verb counts as one second.
         done, took = self._done or (self.rate, 1.0)
         if work > 0:
             self._done = done + work, took + now - self.spent
@@ -152,16 +152,16 @@ class Budget:
         self.spent = now
 
     def mark(self) -> list[float]:
-        """Return where the budget stands, for the journal."""
+        """Return the state of the budget for the journal."""
         return [self.spent, self.rate, *(self._done or ())]
 
     def recall(self, mark: Sequence[float]) -> None:
-        """Stand where the budget stood when a recorded verb ended."""
+        """Restore the state of the budget at the end of a recorded verb."""
         self.spent, self.rate = mark[:2]
         self._done = (mark[2], mark[3]) if len(mark) == 4 else None
 
     def check(self, needed: float, *, what: str) -> None:
-        """Raise UsageError, on all ranks, where a time budget is too short for the least that a run does."""
+        """Raise UsageError, on all ranks, if a time budget is too short for the least work of a run."""
         if self.seconds is not None and needed > self.left():
             least = self.spent + reserve_of(self.seconds) + (needed + self.work.evaluated) / self.rate
             raise UsageError(
@@ -170,42 +170,42 @@ class Budget:
             ).on_all_ranks()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"elapsed": self.elapsed(), "begun": self.begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the budget of a checkpoint: what was spent until then counts."""
+        """Continue from the state in a checkpoint, which counts as spent."""
         self._before, self.begun = float(state["elapsed"]), list(state["begun"])
         self.started = time.monotonic()
         self.recall(self.begun)
 
 
 def reserve_of(seconds: float) -> float:
-    """Return the seconds of a time budget for what follows the recipe."""
+    """Return the seconds of a time budget that are reserved for the end of the run."""
     return RESERVED_SECONDS + RESERVED * seconds
 
 
 @dataclass
 class Pace:
-    """How many steps a tuning makes before a deadline, chosen again as steps are timed. Rank 0's clock decides."""
+    """The number of training steps before a deadline, updated as steps are timed by rank 0's clock."""
 
     budget: Budget
     deadline: float
-    """In seconds of the run."""
+    """Deadline in seconds of the run."""
     steps_per_evaluation: float
     evaluation_seconds: float = 0.0
-    """Of the last evaluation inside the tuning."""
+    """Seconds of the last evaluation during training."""
     _evaluating: float = 0.0
-    """Seconds of evaluations since the last measurement."""
+    """Seconds spent in evaluations since the last measurement."""
     _measured: tuple[float, int] | None = None
     """Seconds and steps at the last measurement."""
     _plan_at: int = 0
 
     def after_step(self, done: int, planned: int) -> int:
-        """Return how many steps there are in all, of which `done` are made. Collective, after every step."""
+        """Return the total number of steps after `done` steps. Collective, after every step."""
         now = self.budget.elapsed()
         if self._measured is None:
-            # The first step also brings libraries and memory up to speed.
+            # The first step is slower: it also initializes libraries and memory.
             self._measured, self._plan_at, self._evaluating = (now, done), done + 1, 0.0
         if done < min(self._plan_at, planned):
             return planned
@@ -223,13 +223,13 @@ class Pace:
         return steps
 
     def after_evaluation(self, seconds: float) -> None:
-        """Note what an evaluation inside the tuning took."""
+        """Record the seconds of an evaluation during training."""
         self._evaluating += seconds
         self.evaluation_seconds = seconds
 
 
 def time_forward(chain: Chain, feed: TrainFeed, *, precision: str, world: World, seconds: float) -> float:
-    """Return the work per second, by a timed forward pass on the slowest rank. The model stays as it is. Collective."""
+    """Time a forward pass on the slowest rank and return the work per second; the model is unchanged. Collective."""
     batch, halves = feed.epoch(0)[0], Halves(chain, precision)
     ids, views = (np.resize(part, feed.rows) for part in (batch.ids, batch.views))
 

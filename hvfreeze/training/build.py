@@ -1,4 +1,4 @@
-"""A run made ready: what every rank must agree on, the samples, the model, and the parts put together."""
+"""Build a run: check that ranks agree, open the data, build the model, and assemble the job."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import is_downloaded, parse_class_weights, rule
-from hvfreeze.config.sections import AUTO, METRICS, TEXT, DataConfig
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
@@ -36,11 +34,13 @@ from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
+from hvfreeze.data.settings import TEXT, DataConfig
 from hvfreeze.data.tables import columns_of
 from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
@@ -49,6 +49,8 @@ from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
+from hvfreeze.model.settings import is_downloaded
+from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
@@ -59,22 +61,23 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
 from hvfreeze.tasks import Classes, Numbers, Task, class_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
-from hvfreeze.training.doubles import conflict_of, overlap_of
+from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.recipes import first_part, named, planned
+from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
 FEW_BATCHES = 20
-"""With fewer, BatchNorm's running statistics, of momentum 0.1, keep more than an eighth of the pretrained ones."""
+"""Number of batches below which BatchNorm's running statistics (momentum 0.1) keep an eighth of the pretrained ones."""
 
 
 def notes_on_freezing(config: Config) -> list[str]:
-    """Return notes on blocks that stay untrained."""
+    """Return notes on blocks that keep random weights."""
     settings = config.freeze
     if config.model.weights != "none":
         return []
@@ -87,23 +90,23 @@ def notes_on_freezing(config: Config) -> list[str]:
 
 
 def notes_on_flips(settings: Config, image_set: ImageSet, finding: Finding | None) -> list[str]:
-    """Return a note on whether horizontal flips are shown; `finding` is what was found out about them."""
+    """Return a note on horizontal flips; `finding` is the result of the trial with and without them."""
     if finding is not None:
         return [finding.line()]
     if not settings.data.mirrors(image_set.flips):
         return []
     if settings.data.flips == "mean":
-        return [f"horizontal flips: the head averages the features of each image and of its flip; {WAY_OUT}"]
+        return [f"horizontal flips: the head averages the features of each image and its flip; {WAY_OUT}"]
     shows = settings.head.solved or settings.data.augment != "none"
     return [f"horizontal flips: on; {WAY_OUT}"] if shows else []
 
 
 def notes_on_mean(factory: Factory, settings: Config) -> list[str]:
-    """Return a note on a head that looks at flips too when it answers."""
+    """Return a note on a head that averages over flips in predictions."""
     if not settings.head.solved or factory.with_affordable_flips(settings) == settings:
         return []
-    found = f"more than {ALL_COMPARED} rows with flips: the head averages the features of each image and of its flip"
-    return [f"{found}, and answers in twice the time; --flips off looks at each image alone"]
+    found = f"more than {ALL_COMPARED:,} rows with flips: the head averages the features of each image and its flip"
+    return [f"{found}, so predictions take 2x longer; use --flips off to disable"]
 
 
 def open_corpus(
@@ -116,7 +119,7 @@ def open_corpus(
     whole_batches: bool,
     holds_out: bool = False,
 ) -> Corpus:
-    """Find the data and deal it out, see `deal`; nothing is decoded yet. Collective."""
+    """Open the data and plan its shards without decoding; see `deal`. Collective."""
     raise_on_all_ranks(
         world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
     )
@@ -164,7 +167,7 @@ def open_corpus(
 
 
 def with_odd_counted(splits: DataSplits, world: World) -> DataSplits:
-    """Return the splits with a count, and notes, of files that are read in a special way. Collective."""
+    """Count files with special conversions, and return the splits with notes on them. Collective."""
     counted, notes = {}, list[str]()
     for part, image_set in (("train", splits.train), ("test", splits.test)):
         source = image_set.source
@@ -179,9 +182,9 @@ def with_odd_counted(splits: DataSplits, world: World) -> DataSplits:
 
 
 def without_broken(splits: DataSplits, world: World) -> DataSplits:
-    """Return the splits without images that cannot be decoded, which all ranks look for together. Collective.
+    """Return the splits without broken images, which all ranks find together. Collective.
 
-    With a note on classes that have no training image then.
+    A note names classes without a training image.
     """
     found = {}
     for part, image_set in (("train", splits.train), ("test", splits.test)):
@@ -191,10 +194,10 @@ def without_broken(splits: DataSplits, world: World) -> DataSplits:
         )
         found[part] = replace(image_set, broken={row: why for theirs in everyone for row, why in theirs.items()})
     train = found["train"]
-    # Of a data set of one's own, samples that were known to be broken have no label.
+    # Broken samples of a custom dataset have no label.
     gone, left = sorted(set(train.broken) - set(splits.train.broken)), torch.from_numpy(train.ids)
     lost = train.task.present(train.labels[gone]) & ~train.task.present(train.labels[left])
-    notes = [f"no training image of class {train.classes[place]} is left" for place in lost.nonzero().flatten()]
+    notes = [f"class {train.classes[place]} has no readable training image" for place in lost.nonzero().flatten()]
     return replace(splits, train=train, test=found["test"], notes=[*splits.notes, *notes])
 
 
@@ -208,7 +211,7 @@ def assemble(
     *,
     started: float = 0.0,
 ) -> Job:
-    """Put the parts together; loads this rank's pixels. For `started` see `run`. Collective."""
+    """Assemble the job and load this rank's pixels. For `started` see `run`. Collective."""
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
     feed, evaluated, normalisation, notes = load_share(
@@ -282,10 +285,10 @@ def assemble(
 
 
 def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: float) -> Budget:
-    """Return what the run may spend. Collective.
+    """Return the budget of the run. Collective.
 
     Raises:
-        UsageError: there are too few samples to fit a head, or a time budget is too short for the least of a run.
+        UsageError: there are too few samples to fit a head, or the time budget is too short.
     """
     world, seconds = factory.context.world, settings.run.budget_seconds()
 
@@ -309,17 +312,17 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
 
 
 def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs) -> dict[str, str]:
-    """Return digests of the pixels of all ranks' samples, by split, of those splits that are in memory. Collective.
+    """Return digests of all ranks' pixels for the splits in memory, and of the normalisation. Collective.
 
-    And with which mean and standard deviation images are normalised, which may come from a file beside the weights.
-    Paths and sizes of files do not tell of an image that was replaced by another of its size.
+    They detect an image that was replaced by another one of its size, unlike paths and sizes of files. The mean and
+    standard deviation may come from a file next to the weights.
     """
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     owned = corpus.plan.owned(replica), corpus.share(replica)
     mine: dict[str, int | None] = {}
     for split, images, ids in zip(("train", "test"), (feed.images, evaluated), owned):
         pixels = images.pixels if isinstance(images, Images) else None
-        # One rank of those that work on the same samples.
+        # The first rank of each replica.
         mine[split] = 0 if place else pixels.content(ids) if isinstance(pixels, MemoryPixels) else None
     everyone = world.allgather_object(mine, name="content")
     found = {}
@@ -335,19 +338,19 @@ def content_of(world: World, corpus: Corpus, feed: TrainFeed, evaluated: Inputs)
 def load_share(
     config: Config, world: World, corpus: Corpus, *, replica: int, rows: int, model: nn.Module | None = None
 ) -> tuple[TrainFeed, Inputs, Normalisation | None, list[str]]:
-    """Load the pixels of this rank's replica, to train on and to evaluate. Collective.
+    """Load the training and evaluation pixels of this rank's replica. Collective.
 
-    Returns also, on rank 0, how images are normalised, which `model` may know of its weights; and notes for the user.
+    Also returns, on rank 0, the normalisation, which may come with the weights of `model`; and notes.
 
-    Pixels that several ranks of a node read are there once; each of them decodes a part. For `rows` see `TrainFeed`.
+    Ranks of a node share pixels, and each decodes a part. For `rows` see `TrainFeed`.
 
     Raises:
-        BrokenImagesError: one message names the broken images of all ranks; on all ranks.
+        BrokenImagesError: images are broken on some rank; names the broken images of all ranks; on all ranks.
     """
     broken: list[str] = []
     budget_bytes = memory_budget(world.local_size)
     pools, unshared = share_pools(config, world, corpus, budget_bytes=budget_bytes)
-    # Rank 0's: on other nodes the card beside the weights may be missing.
+    # Rank 0's: on other nodes the card of the weights may be missing.
     found = raise_on_all_ranks(
         world, lambda: normalisation_of(config, corpus.train, model) if world.rank == 0 else None, name="statistics"
     )
@@ -362,7 +365,7 @@ def load_share(
                 replica=replica,
                 budget_bytes=budget_bytes if reads_images(world, config.strategy, world.rank) else 0,
                 statistics=statistics,
-                solved=config.head.solved,
+                fits_head=config.head.solved,
                 pools=pools,
                 rows=rows,
             )
@@ -385,13 +388,13 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     """Build a run from its configuration. For `started` see `run`. Collective.
 
     Raises:
-        HvfreezeError: the configuration, the data, the weights or the run directory cannot be used, on all ranks.
+        HvfreezeError: the configuration, the data, the weights or the run directory is invalid; on all ranks.
     """
     asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     config, prepared = as_processor_says(config, world)
-    # Collective, hence called also where its result is not needed: environments may differ between hosts.
+    # Collective, so it is always called, even if its result is unused: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
     rests = []
@@ -409,7 +412,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
     job.data_identities |= identities
-    # Last, so that a run that could not start leaves its directory as it was.
+    # Last, so that a run that fails to start leaves its directory unchanged.
     job.record = raise_on_all_ranks(
         world,
         lambda: (
@@ -446,12 +449,12 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
 def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
     """Return the settings with the size, crop and filter of a Hugging Face model's image processor, and a note.
 
-    Those that were given stay. Collective.
+    Given settings are kept. Collective.
     """
     name = config.model.model
     if not name.startswith(HF) or config.data.data == TEXT:
         return config, []
-    # Rank 0's: another node may have to download them first.
+    # Rank 0's: another node may have to download it first.
     read = raise_on_all_ranks(world, lambda: read_preparation(name) if world.rank == 0 else {}, name="processor")
     found = world.broadcast_object(read, name="processor.of_rank_0")
     if config.given & {"image_size", "resize"}:
@@ -462,14 +465,14 @@ def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
     if config.data.image_size is None and "image_size" not in found:
         found.pop("fit", None)
     shown = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in found.items())
-    note = f"images are prepared as the image processor of {name} does it: {shown}"
+    note = f"images are preprocessed like {name}'s image processor does: {shown}"
     return replace(config, data=replace(config.data, **found)), [note]
 
 
 def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> tuple[Config, list[str]]:
-    """Return the settings with the pretrained BatchNorm statistics, and a note, where training has too few batches.
+    """Return the settings, with the pretrained BatchNorm statistics and a note if training has too few batches.
 
-    Blocks that are trained with each batch's statistics are evaluated with running ones, which follow slowly.
+    Running statistics, which evaluation uses, follow the statistics of training batches slowly.
     """
     batches = config.optimizer.epochs * corpus.plan.batches_per_epoch
     is_open = (
@@ -485,9 +488,9 @@ def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> 
 
 
 def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, list[str]]:
-    """Return the share of the most frequent class of the training samples, and a note, where classes are unequal.
+    """Return the share of the most frequent training class, and a note, if classes are imbalanced.
 
-    Of a text, whose characters are no classes, and of labels from a table, which are each model's own, nothing is told.
+    Text has no classes, and several labels per sample are not compared.
     """
     if config.data.data == TEXT or config.strategy.tasks is not None or corpus.train.kind != "classes":
         return None, []
@@ -501,22 +504,22 @@ def shares_of_classes(config: Config, corpus: Corpus) -> tuple[float | None, lis
         labels = image_set.labels[torch.from_numpy(ids)]
         found[part] = majority_of(torch.bincount(labels, minlength=len(classes)))
     told = " and ".join(
-        f"{share[1]:.1%} of the {part} samples are of class {classes[share[0]]}".replace("%", " %")
+        f"{share[1]:.1%} of the {part} samples have class {classes[share[0]]}".replace("%", " %")
         for part, share in found.items()
         if share is not None
     )
     note = (
-        f"classes are unequal: {told}; an answer that is always the same class has that accuracy, so balanced accuracy "
-        "(the mean of all classes' recalls) is given too"
+        f"classes are imbalanced: {told}; always predicting this class would have that accuracy, so the "
+        f"log also shows balanced accuracy (the mean recall of all classes)"
     )
     if config.optimizer.class_weights == "none" and found["training"]:
-        note += "; --class-weights balanced makes rare classes count more"
+        note += "; use --class-weights balanced to weight rare classes more"
     training = found["training"]
     return training and training[1], [note] if told else []
 
 
 def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
-    """Return what a run is going to do, as far as settings may have an effect on it; `asked` are the user's."""
+    """Return the plan of a run, which determines the settings that have an effect; `asked` are the user's."""
     trained = chain.modules(min(job.config.freeze.cut or 0, len(chain.blocks) - 1), len(chain.blocks))
     sources = [image_set.source for image_set in (corpus.train, corpus.evaluated)]
     files = [source for source in sources if isinstance(source, FileSource)]
@@ -531,7 +534,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         side=min(corpus.train.image_shape[1:], default=0),
         decodes=not isinstance(corpus.train.source, ArraySource),
         oblong=any(source.oblong for source in files) or any(source.oblong for source in others),
-        # Of a data set of the user's own, only some images were looked at.
+        # Only some images of a custom dataset were probed.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
         gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),
@@ -539,7 +542,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
 
 
 def environment_of(config: Config, world: World) -> dict[str, Any]:
-    """Return what is recorded of the machines and the code, once all ranks are known to run the same. Collective."""
+    """Return the record of machines and code, after checking that all ranks run the same. Collective."""
     versions = {name: version_of(name) for name in (*libraries_of(config), "horovod", "hvfreeze")}
     check_equal(world, "versions", {**versions, "source": source_digest()})
     named = {"model": config.model.model, "data": config.data.data}
@@ -554,10 +557,10 @@ def environment_of(config: Config, world: World) -> dict[str, Any]:
 
 
 def usable_directory(config: Config, world: World, environment: dict[str, Any]) -> Path:
-    """Return the run directory, the same on every rank: the user's, or what rank 0 names it in `runs`. Collective.
+    """Return the run directory, the same on every rank: the user's, or a new one in `runs`. Collective.
 
     Raises:
-        HvfreezeError: it holds another run, or cannot be used; on all ranks.
+        HvfreezeError: the directory holds another run or is not writable; on all ranks.
     """
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     given = config.run.run_dir or str(Path("runs") / named)
@@ -571,13 +574,15 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
 
 
 def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
-    """Return the samples, and digests of them that are equal on all ranks. For `holds_out` see `deal`. Collective."""
+    """Return the samples and their digests, after checking that they are equal on all ranks. Collective.
+
+    For `holds_out` see `deal`.
+    """
     replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
     if replicas > 1 and data.shuffle == "global" and cache.cache == "on" and not cache.cache_shared:
         raise UsageError(
-            "--shuffle (global) must be used with --cache off or together with --cache-shared, because ranks meet each "
-            "other's samples"
+            "--shuffle (global) needs --cache off or --cache-shared, because ranks exchange samples"
         ).on_all_ranks()
     corpus = open_corpus(
         config.data,
@@ -590,14 +595,12 @@ def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Cor
     )
     remedy = "start all ranks with the same command, on equal data"
     if ":" in config.data.data:
-        remedy = (
-            "the Dataset must give a sample the same each time and on every rank; leave random changes to --augment"
-        )
+        remedy = "the Dataset must return equal samples each time and on every rank; use --augment for random changes"
     identities = raise_on_all_ranks(world, corpus.identities, name="identities")
     check_equal(world, "data", identities, remedy=remedy)
     corpus = raise_on_all_ranks(world, lambda: with_task(config, corpus), name="task")
     if isinstance(corpus.task, Numbers):
-        # Arithmetic that processors may round differently: rank 0's is everybody's.
+        # Processors may round differently: all ranks use rank 0's result.
         shared = (corpus.task, corpus.train.labels, corpus.evaluated.labels)
         corpus = with_labels(corpus, *world.broadcast_object(shared, name="task.numbers"))
     sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
@@ -617,10 +620,10 @@ def with_labels(corpus: Corpus, task: Task, train: Tensor, evaluated: Tensor) ->
 
 
 def with_task(config: Config, corpus: Corpus) -> Corpus:
-    """Return the samples with what the models answer: weights are counted, and numbers standardised, by training ones.
+    """Return the samples with the task of the models; class weights and standardisation come from training samples.
 
     Raises:
-        UsageError: a setting does not go with such labels, or names a class that there is not.
+        UsageError: a setting does not fit the labels, or names an unknown class.
     """
     check_task(config, corpus.task.kind)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
@@ -646,34 +649,34 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
 
 
 def check_task(config: Config, kind: str) -> None:
-    """Raise UsageError for settings that go with other labels than these."""
+    """Raise UsageError for settings that do not fit labels of this kind."""
     strategy, optimizer = config.strategy.strategy, config.optimizer
     other = kind != "classes"
-    labels = {"labels": "several labels a sample", "numbers": "numbers"}.get(kind, "classes")
+    labels = {"labels": "several labels per sample", "numbers": "numbers"}.get(kind, "classes")
     for flag, value, bad, remedy in (
         ("strategy", strategy, other and not config.strategy.takes_any_labels, "use replicas, or another strategy"),
-        ("class-weights", optimizer.class_weights, other and optimizer.class_weights != "none", "leave it out"),
+        ("class-weights", optimizer.class_weights, other and optimizer.class_weights != "none", "omit it"),
         (
             "label-smoothing",
             optimizer.label_smoothing,
             kind == "numbers" and optimizer.label_smoothing > 0,
-            "leave it out",
+            "omit it",
         ),
-        ("loss", optimizer.loss, kind != "numbers" and "loss" in config.given, "leave it out: it is for numbers"),
+        ("loss", optimizer.loss, kind != "numbers" and "loss" in config.given, "omit it: it is for numbers"),
     ):
         if bad:
-            raise UsageError(f"--{flag} ({value}) does not go with {labels}, which the data set has; {remedy}")
+            raise UsageError(f"--{flag} ({value}) does not fit the dataset, which has {labels}; {remedy}")
 
 
 def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:
-    """Return the model, the same on every rank, and what the user should know; seeds torch's generator. Collective."""
+    """Build the model, the same on every rank, and return it with notes; seeds torch's generator. Collective."""
     if is_downloaded(config.model.weights):
         # One rank per node downloads; the others find the file.
         raise_on_all_ranks(world, lambda: blueprint.build_from(0) if world.local_rank == 0 else None, name="weights")
     chain, notes = raise_on_all_ranks(world, lambda: blueprint.build_from(config.run.seed), name="model")
     broadcast_model(chain.model, world)
-    # Dropout and the like differ between ranks; rank 0 goes on from where building has left the generator, so that a
-    # run of one rank is plain PyTorch's.
+    # Random draws such as dropout differ between ranks. Rank 0 keeps the generator's state after building, so that a
+    # run of one rank equals plain PyTorch.
     if world.rank > 0:
         torch.manual_seed(config.run.seed + world.rank)
     return chain, notes

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what they hold, when they are due, and how a run goes on from one, on any number of ranks."""
+"""Checkpoints of a run: their content and schedule, and resuming on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from hvfreeze.training.evaluation import Best, Score, Totals
 from hvfreeze.training.job import Job
 
 GATHERED_AT_ONCE = 2**26
-"""Larger states of all ranks together come to rank 0 one by one, so that it never holds all of them."""
+"""Bytes of all ranks' states above which rank 0 receives them one by one, to save memory."""
 MAY_CHANGE = (*HARMLESS, *COMPARED_OTHERWISE)
-"""Settings in which a run may differ from its checkpoint; the run directory judges those that matter."""
+"""Settings that may differ from a run's checkpoint; the run directory checks the important ones."""
 
 
 CHECKPOINTS = "checkpoints"
-"""Their folder in the run directory."""
+"""Folder of the checkpoints in a run directory."""
 
 
 def directory_of(job: Job) -> Path:
-    """Return where the run keeps its checkpoints."""
+    """Return the folder of the run's checkpoints."""
     return job.directory / CHECKPOINTS
 
 
 def save(job: Job, *, settled: bool, alone: bool = False) -> None:
-    """Begin to write a checkpoint of all ranks, which goes on beside the next steps; see `finish_saving`. Collective.
+    """Start writing a checkpoint of all ranks, in the background of the next steps; see `finish_saving`. Collective.
 
-    Replicas are compared first. With `settled` the state is that after the strategy has settled. Without it, as when a
-    run is asked to leave between two such points, it is every rank's own from before, so that the resumed run settles
-    exactly when the uninterrupted one does. With `alone` all other checkpoints are removed afterwards.
+    Compares the replicas first. With `settled`, the strategy has synchronized the replicas. Without it, as when a run
+    is asked to leave between two synchronizations, the state is each rank's own, so that the resumed run synchronizes
+    at the same steps as an uninterrupted one. With `alone`, all other checkpoints are removed afterwards.
 
     Raises:
         DivergedError: replicas are not equal; nothing was written.
-        RefusedError: the checkpoint before could not be written.
+        RefusedError: the previous checkpoint could not be written.
     """
     finish_saving(job)
     if settled:
         compare_settled(job)
     strategy = job.opened.model.state_dict()
-    # Copies: what comes next may change the tensors.
+    # Copies: the next steps may change the tensors.
     shared = packed({**shared_state(job), **strategy.shared}) if job.world.rank == 0 else torch.empty(0)
     own = packed({**rank_state(job), **strategy.own})
     if not settled:
@@ -68,7 +68,7 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
     if job.world.rank == 0:
         sections = [len(shared), *lengths]
         saving = Saving(directory_of(job), step=job.step, size=job.world.size, lengths=sections, alone=alone)
-        # At once: its thread has to be let go wherever the job is interrupted.
+        # At once, so that an interrupted job can release its thread.
         job.saving = saving
         saving.put(shared)
     for section in sections_of_ranks(own, lengths, job.world):
@@ -79,13 +79,13 @@ def save(job: Job, *, settled: bool, alone: bool = False) -> None:
 
 
 def compare_settled(job: Job) -> None:
-    """Settle, and raise DivergedError on all ranks unless their models are equal. Collective."""
+    """Synchronize the replicas; raise DivergedError on all ranks unless their models are equal. Collective."""
     job.opened.model.settle()
     job.opened.model.check(step=job.step)
 
 
 def sections_of_ranks(own: Tensor, lengths: list[int], world: World) -> Iterator[Tensor]:
-    """Yield on rank 0 every rank's bytes, in rank order; on the others nothing. Collective."""
+    """Yield every rank's bytes in rank order on rank 0, nothing on other ranks. Collective."""
     if sum(lengths) <= GATHERED_AT_ONCE:
         yield from world.gather_bytes(own, name="checkpoint.own")
         return
@@ -95,7 +95,7 @@ def sections_of_ranks(own: Tensor, lengths: list[int], world: World) -> Iterator
 
 
 def finish_saving(job: Job) -> None:
-    """Return when the checkpoint that is being written is safe on the disk. Collective.
+    """Wait until the checkpoint is on the disk. Collective.
 
     Raises:
         RefusedError: it could not be written, as on a full disk; older checkpoints are untouched.
@@ -110,7 +110,7 @@ def finish_saving(job: Job) -> None:
 
 
 def shared_state(job: Job) -> dict[str, Any]:
-    """Return what is equal on all ranks, or known to rank 0 alone; the strategy adds its own."""
+    """Return the state that is equal on all ranks, or known to rank 0 alone, with that of the strategy."""
     return {
         "run": identity(job.config),
         "journal": job.journal.state_dict(),
@@ -130,15 +130,12 @@ def shared_state(job: Job) -> dict[str, Any]:
         "last_accuracy": job.last_accuracy,
         "last_scores": {model: list(score) for model, score in job.last_scores.items()},
         "best": {name: list(best) for name, best in job.best.items()},
-        "evaluations_in_vain": job.evaluations_in_vain,
+        "evaluations_in_vain": job.evaluations_without_gain,
     }
 
 
 def rank_state(job: Job) -> dict[str, Any]:
-    """Return what differs between ranks: random state, sums over samples, and the processor's seconds.
-
-    The strategy adds its own.
-    """
+    """Return the state of this rank: random state, sums over samples, processor seconds, and that of the strategy."""
     return {
         "processor_seconds": dict(job.clock.processor),
         "random": torch.get_rng_state(),
@@ -147,29 +144,29 @@ def rank_state(job: Job) -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the settings that a run shares with its checkpoint, by flag; paths mean the same in every folder."""
+    """Return the settings that must equal those of a checkpoint, by flag; paths are absolute."""
     sections = absolute(to_dict(config)).values()
     return {leaf: value for section in sections for leaf, value in section.items() if leaf not in MAY_CHANGE}
 
 
 LARGEST_SHARE = 0.03
-"""The part of the training time that checkpoints may take with --checkpoint-every auto."""
+"""Largest share of the training time for checkpoints with --checkpoint-every auto."""
 
 
 def save_when_due(job: Job) -> None:
-    """Write a checkpoint when the step calls for one. Collective."""
+    """Write a checkpoint if one is due at this step. Collective."""
     if is_due(job):
         save_timed(job)
 
 
 def save_at_end(job: Job, *, is_last: bool) -> None:
-    """Write a checkpoint at the end of a verb, where one is due. Collective."""
+    """Write a checkpoint at the end of a verb if one is due. Collective."""
     if is_due_at_end(job, is_last=is_last):
         save_timed(job)
 
 
 def save_timed(job: Job) -> None:
-    """Write a checkpoint, and note what training waited for it. Collective."""
+    """Write a checkpoint and record the seconds that training waited for it. Collective."""
     before = job.clock.read()["checkpoint"]
     with job.clock.within("checkpoint"):
         save(job, settled=True)
@@ -177,7 +174,7 @@ def save_timed(job: Job) -> None:
 
 
 def is_due(job: Job) -> bool:
-    """Tell whether the step calls for a checkpoint. Collective."""
+    """Return True if a checkpoint is due at this step. Collective."""
     cadence = job.config.run.checkpoint_cadence()
     if cadence is None:
         return job.at_epoch_end and is_cheap(job)
@@ -190,9 +187,9 @@ def is_due(job: Job) -> bool:
 
 
 def is_due_at_end(job: Job, *, is_last: bool) -> bool:
-    """Tell whether the end of a verb calls for a checkpoint, unless there are none at all. Collective.
+    """Return True if a checkpoint is due at the end of a verb. Collective.
 
-    That of the last one does in any case, others unless it would cost too much.
+    With checkpoints, the end of the last verb always writes one, and other verbs if it is cheap.
     """
     cadence = job.config.run.checkpoint_cadence()
     if cadence is None:
@@ -201,9 +198,9 @@ def is_due_at_end(job: Job, *, is_last: bool) -> bool:
 
 
 def is_cheap(job: Job) -> bool:
-    """Tell whether checkpoints, one more with them, take at most `LARGEST_SHARE` of training. Collective.
+    """Return True if another checkpoint keeps their share of training below `LARGEST_SHARE`. Collective.
 
-    Only at the end of an epoch, or of a verb, where the strategy settles anyhow: a clock must not change one bit.
+    Used only at the end of an epoch or a verb, where the strategy synchronizes anyway: a clock must not change any bit.
     """
     seconds = job.clock.read()
     spent, trained = seconds["checkpoint"], train_seconds(seconds)
@@ -212,23 +209,21 @@ def is_cheap(job: Job) -> bool:
 
 
 class Redealing:
-    """Deals a checkpoint's state out to the ranks of a job of another size.
+    """The redistribution of a checkpoint's state to another number of ranks.
 
     Args:
-        job: the one that goes on.
+        job: the job that resumes.
         shared: the checkpoint's shared section.
-        checkpoint: on rank 0.
+        checkpoint: the checkpoint; on rank 0 alone.
 
     Raises:
-        RefusedError: the checkpoint does not say how many steps an epoch had.
+        RefusedError: the checkpoint does not record its steps per epoch.
     """
 
     def __init__(self, job: Job, shared: dict[str, Any], checkpoint: Checkpoint | None) -> None:
         self._job, self._shared, self._checkpoint = job, shared, checkpoint
         if type(shared.get("steps_per_epoch")) is not int or shared["steps_per_epoch"] < 1:
-            raise RefusedError(
-                "the checkpoint does not say how many steps an epoch had; resume on as many ranks as before"
-            )
+            raise RefusedError("the checkpoint does not record its steps per epoch; resume on the same number of ranks")
         self._before: int = shared["steps_per_epoch"]
         self._totals: dict[str, Totals] = {}
         self._random: list[Tensor] = []
@@ -236,26 +231,28 @@ class Redealing:
         self._states: Iterator[dict[str, Any]] | None = None
 
     def restep(self, step: int) -> int:
-        """Return the step of this job that is at the same part of an epoch, or is the last one before it."""
+        """Return the last step of this job that is not after the same fraction of an epoch."""
         epoch, within = divmod(step, self._before)
         now = self._job.steps_per_epoch
         return epoch * now + within * now // self._before
 
     def describe(self) -> str:
-        """Return one clause about where training goes on."""
+        """Return a clause for the log on the new step count."""
         step = self._shared["step"]
-        return f"step {step} of {self._before} an epoch became {self.restep(step)} of {self._job.steps_per_epoch}"
+        return (
+            f"step {step} ({self._before} per epoch) became {self.restep(step)} ({self._job.steps_per_epoch} per epoch)"
+        )
 
     def shared(self) -> dict[str, Any]:
-        """Return what all ranks are to share."""
+        """Return the state for all ranks."""
         changed: dict[str, Any] = {"step": self.restep(self._shared["step"])}
         if "exchange" in self._shared:
-            # Of other ranks, on other links.
+            # Measured with other ranks on other links.
             changed["exchange"] = {}
         return {**self._shared, **changed}
 
     def state_of(self, rank: int) -> Tensor | None:
-        """Return on rank 0 what `rank` is to have of its own, packed; ranks must be asked for in order."""
+        """Return the packed state of `rank`, on rank 0; call it for ranks in order."""
         if self._checkpoint is None:
             return None
         if self._states is None:
@@ -264,8 +261,8 @@ class Redealing:
         try:
             state = next(self._states)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RefusedError(f"the checkpoint {self._checkpoint.path} is another model's: {error}") from error
-        # Sums over samples are only ever added up over ranks.
+            raise RefusedError(f"the checkpoint {self._checkpoint.path} belongs to another model: {error}") from error
+        # Sums over samples are only added over ranks.
         totals = {name: dataclasses.asdict(sums) for name, sums in self._totals.items()} if rank == 0 else {}
         new = torch.Generator().manual_seed(self._job.config.run.seed + rank).get_state()
         random = self._random[rank] if rank < len(self._random) else new
@@ -273,7 +270,7 @@ class Redealing:
         return packed({**state, "random": random, "totals": totals, "processor_seconds": processor})
 
     def _there(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-        """Yield each old rank's own state, and keep what is not the strategy's."""
+        """Yield the strategy's state of each earlier rank, and store the rest."""
         for rank in range(checkpoint.size):
             own = unpacked(checkpoint.section(1 + rank), name=str(checkpoint.path))
             self._random.append(own["random"])
@@ -286,16 +283,16 @@ class Redealing:
 
 
 def restore(job: Job) -> int | None:
-    """Put the newest checkpoint's state into the job, and drop what was logged after it. Collective.
+    """Load the newest checkpoint into the job and remove later log lines. Collective.
 
-    Only rank 0 reads the file; every rank receives what is shared, and its own part alone.
+    Only rank 0 reads the file; each rank receives the shared state and its own.
 
     Returns:
-        How many ranks wrote the checkpoint, None where there is none.
+        The number of ranks that wrote the checkpoint; None if there is no checkpoint.
 
     Raises:
-        RefusedError: the checkpoint is damaged, is another run's or model's, or is of another number of ranks and
-            --resume-inexact was not given.
+        RefusedError: the checkpoint is damaged, or belongs to another run, another model, or another number of ranks
+            without --resume-inexact.
     """
     world, timed = job.world, job.config.run.budget_seconds() is not None
     planned = job.config.freeze.auto or timed
@@ -306,16 +303,16 @@ def restore(job: Job) -> int | None:
         opened = None if path is None else open_checkpoint(path, size=size)
         if planned and opened is not None and opened.size != world.size:
             raise RefusedError(
-                f"the checkpoint {path} was written by {opened.size} ranks, for which hvfreeze auto or --time-budget "
-                f"planned other steps than for {world.size}; resume on {opened.size}, or start anew in another "
-                "--run-dir"
+                f"the checkpoint {path} was written by {opened.size} ranks, and hvfreeze auto or "
+                f"--time-budget plans other steps for {world.size}; resume on {opened.size} ranks, "
+                f"or start from scratch in another --run-dir"
             )
         return opened
 
     found = raise_on_all_ranks(world, find, name="checkpoint.read")
     described = world.broadcast_object((str(found.path), found.size) if found else None, name="checkpoint.described")
     if described is None:
-        # A run that has ended keeps its lines where there are no checkpoints any more.
+        # A finished run without checkpoints keeps its lines.
         if not (job.directory / "summary.json").exists():
             job.record.cut_back({})
         return None
@@ -330,7 +327,7 @@ def restore(job: Job) -> int | None:
         redealing = raise_on_all_ranks(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
         own = dealt(world, redealing.state_of)
         shared = redealing.shared()
-        change = f"ranks: {wrote} there, {world.size} here; {redealing.describe()}"
+        change = f"ranks: {wrote} before, {world.size} now; {redealing.describe()}"
         job.record.change(change)
         job.notes.append(f"changed since the run started: {change}")
     fill = partial(put_back, job, shared, own, name=name)
@@ -341,7 +338,7 @@ def restore(job: Job) -> int | None:
 
 
 def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:
-    """Return on every rank what rank 0 reads, uint8 [length]. Collective."""
+    """Read bytes on rank 0 and return them on every rank, uint8 [length]. Collective."""
     found = raise_on_all_ranks(world, read, name="checkpoint.section")
     length: int = world.broadcast_object(0 if found is None else len(found), name="checkpoint.length")
     data = torch.empty(length, dtype=torch.uint8) if found is None else found
@@ -350,43 +347,46 @@ def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:
 
 
 def dealt(world: World, read: Callable[[int], Tensor | None]) -> Tensor:
-    """Return to each rank what rank 0 reads for it, uint8 [length]; rank 0 holds one rank's at a time. Collective."""
-    mine = nothing = torch.empty(0, dtype=torch.uint8)
+    """Return the bytes that rank 0 reads for this rank, sent one rank at a time, uint8 [length]. Collective."""
+    received = nothing = torch.empty(0, dtype=torch.uint8)
     for rank in range(world.size):
         section = raise_on_all_ranks(world, lambda rank=rank: read(rank), name="checkpoint.section")  # type: ignore[misc]
         parts = [section if to == rank and section is not None else nothing for to in range(world.size)]
         arrived = world.scatter_bytes(parts, name=f"checkpoint.own.{rank}")
-        mine = arrived if rank == world.rank else mine
-    return mine
+        received = arrived if rank == world.rank else received
+    return received
 
 
 def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
-    """Return what ranks share, where it is this run's."""
+    """Return the shared state, after checking that it belongs to this run."""
     data = shared.get("data") or {}
-    # Of pixels that are streamed, and in checkpoints of before of all, fewer digests are known.
+    # Streamed pixels and older checkpoints have fewer digests.
     known = [what for what in job.data_identities if what in data or what in ("train", "test")]
     other = [what for what in known if data.get(what) != job.data_identities[what]]
     if other:
         splits = " and ".join(dict.fromkeys(what.partition(" ")[0] for what in other))
-        raise RefusedError(f"the checkpoint {name} was trained on other data ({splits}); restore that, or start anew")
-    mine, theirs = identity(job.config), shared.get("run")
+        raise RefusedError(
+            f"the checkpoint {name} was trained on other data ({splits}); restore that "
+            f"data, or start from scratch in another --run-dir"
+        )
+    current, theirs = identity(job.config), shared.get("run")
     if not isinstance(theirs, dict):
-        raise RefusedError(f"the checkpoint {name} does not say of which run it is; start anew in another --run-dir")
+        raise RefusedError(f"the checkpoint {name} does not record its run; start from scratch in another --run-dir")
     theirs = convert(theirs)
-    # A setting that there was not yet when it was written, or that was null, has its default.
-    usual = {leaf: leaves()[leaf][1].default for leaf in mine}
-    theirs = absolute_leaves({leaf: usual[leaf] if theirs.get(leaf) is None else theirs[leaf] for leaf in mine})
-    differing = [leaf for leaf in mine if theirs[leaf] != mine[leaf]]
+    # A setting that is missing or null in the checkpoint has its default.
+    usual = {leaf: leaves()[leaf][1].default for leaf in current}
+    theirs = absolute_leaves({leaf: usual[leaf] if theirs.get(leaf) is None else theirs[leaf] for leaf in current})
+    differing = [leaf for leaf in current if theirs[leaf] != current[leaf]]
     if differing:
-        listed = "; ".join(f"{leaf}: {theirs[leaf]!r} there, {mine[leaf]!r} here" for leaf in differing)
-        raise RefusedError(f"the checkpoint {name} is another run's ({listed}); put its own checkpoints back")
+        listed = "; ".join(f"{leaf}: {theirs[leaf]!r} before, {current[leaf]!r} now" for leaf in differing)
+        raise RefusedError(f"the checkpoint {name} belongs to another run ({listed}); restore this run's checkpoints")
     shared = shared if "journal" in shared else of_earlier_version(shared)
     job.journal.check_recipe(shared.get("journal"), source=name)
     return shared
 
 
 def of_earlier_version(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint of plain training that an earlier version wrote as this one would have it."""
+    """Convert the state of a plain training checkpoint of an earlier version to this version."""
     course = shared.get("course")
     if not isinstance(course, dict) or len(course.get("steps") or ()) != 1:
         return shared
@@ -402,13 +402,13 @@ def of_earlier_version(shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
-    """Put all of a checkpoint but the model into the job, on this rank."""
+    """Load all of a checkpoint but the model into the job, on this rank."""
     try:
-        mine = unpacked(own, name=name)
-        # A strategy reads off the clock how long steps take.
+        state = unpacked(own, name=name)
+        # A strategy reads the time per step from the clock.
         job.clock.seconds = {phase: float(shared["seconds"][phase]) for phase in PHASES}
-        # Checkpoints of before lack them.
-        used = mine.get("processor_seconds", {})
+        # Older checkpoints lack them.
+        used = state.get("processor_seconds", {})
         job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
         job.journal.load_state_dict(shared["journal"], source=name)
         job.budget.load_state_dict(shared["budget"])
@@ -416,37 +416,37 @@ def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> Non
         job.images = shared["part"][-1]
         earlier, moves = shared["earlier"], [Move(*move) for move in shared["earlier"]["cut_history"]]
         job.earlier = {**earlier, "cut_history": moves} if moves else {}
-        job.totals = {name: Totals.read(sums) for name, sums in mine["totals"].items()}
+        job.totals = {name: Totals.read(sums) for name, sums in state["totals"].items()}
         job.step = shared["step"]
         job.record.cut_back(shared["position"])
         job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
         job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
         job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
         job.best = {name: Best(*best) for name, best in shared["best"].items()}
-        job.evaluations_in_vain = shared["evaluations_in_vain"]
+        job.evaluations_without_gain = shared["evaluations_in_vain"]
     except DAMAGES as error:
-        raise RefusedError(f"the checkpoint {name} is another run's: {reason_of(error)}") from error
+        raise RefusedError(f"the checkpoint {name} belongs to another run: {reason_of(error)}") from error
 
 
 def load_model(job: Job, shared: dict[str, Any], own: Tensor, *, name: str, redealt: bool) -> None:
-    """Load a checkpoint's model into the part that is open, where it was open when that was written. Collective."""
+    """Load a checkpoint's model into the open part, if the same part was open in the checkpoint. Collective."""
 
     def load() -> None:
         try:
-            mine = unpacked(own, name=name)
-            job.opened.model.load_state_dict(State(shared, mine))
-            torch.set_rng_state(mine["random"])
+            state = unpacked(own, name=name)
+            job.opened.model.load_state_dict(State(shared, state))
+            torch.set_rng_state(state["random"])
         except DAMAGES as error:
-            raise RefusedError(f"the checkpoint {name} is another model's: {reason_of(error)}") from error
+            raise RefusedError(f"the checkpoint {name} belongs to another model: {reason_of(error)}") from error
 
     raise_on_all_ranks(job.world, load, name="checkpoint.model")
     job.opened.first_step, job.opened.first_epoch, steps, _ = shared["part"]
     job.opened.plan(steps)
     job.opened.is_used = True
     if redealt:
-        # At once, in place of those that count other steps: the newest is found by its number of steps.
+        # At once, to replace checkpoints with other step counts: the highest step is the newest checkpoint.
         save(job, settled=True, alone=True)
 
 
 DAMAGES = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What loading a state raises that is not this run's."""
+"""Exceptions that loading another run's state raises."""

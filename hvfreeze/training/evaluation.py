@@ -1,4 +1,4 @@
-"""Loss and accuracy over a whole split: every sample counted once for each model, one reduction for all."""
+"""Evaluate models on a whole split: each sample counts once per model, with one reduction for all models."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ CLASSES = Classes(0)
 
 
 class Score(NamedTuple):
-    """Means over samples."""
+    """A model's loss, accuracy and metrics, as means over samples."""
 
     loss: float
     accuracy: float
-    """0-1."""
+    """Accuracy, 0-1."""
     balanced_accuracy: float | None = None
-    """The mean over classes of the accuracy on their samples; None where classes are equal, see `class_shares`."""
+    """Mean recall of all classes, 0-1; None if classes are balanced, see `class_shares`."""
     majority_share: float | None = None
-    """Of the most frequent class among the samples; None where classes are equal."""
+    """Share of the most frequent class, 0-1; None if classes are balanced."""
     metrics: dict[str, float] | None = None
-    """Metrics by which models are compared, by name; None if accuracy and loss decide."""
+    """Metrics for comparing models, by name; None if accuracy and loss decide."""
     decides: float | None = None
     """The metric that decides, signed so that higher is better."""
     thresholds: tuple[float, ...] = ()
@@ -46,39 +46,39 @@ class Score(NamedTuple):
         return f"{found}, loss {self.loss:.3f}"
 
     def plain(self) -> dict[str, float]:
-        """Return all known numbers by name, as records have them."""
+        """Return the known numbers by name, as in metrics.jsonl."""
         known = {**self._asdict(), **(self.metrics or {})}
         hidden = ("metrics", "decides", "thresholds")
         return {name: value for name, value in known.items() if value is not None and name not in hidden}
 
     @property
     def quality(self) -> float:
-        """Value by which the best model is kept: higher is better."""
+        """Value for choosing the best model; higher is better."""
         return self.accuracy if self.decides is None else self.decides
 
     @property
     def cost(self) -> float:
-        """Held-out value by which `auto` compares models, the loss or the negated metric: lower is better."""
+        """Value by which `auto` compares models, the loss or the negated metric; lower is better."""
         return self.loss if self.decides is None else -self.decides
 
 
 class Mean(NamedTuple):
-    """Means over models."""
+    """Loss and accuracy as means over models."""
 
     loss: float
     accuracy: float
-    """0-1."""
+    """Accuracy, 0-1."""
 
 
 class Best(NamedTuple):
-    """The best that a model was after any evaluation so far."""
+    """A model's best evaluation so far."""
 
     epoch: int
     step: int
     accuracy: float
     loss: float
     parameter_digest: str
-    """Of all models, where this one is kept; else empty."""
+    """Digest of all models' parameters if this one is saved, else empty."""
     balanced_accuracy: float | None = None
     majority_share: float | None = None
     metrics: dict[str, float] | None = None
@@ -86,19 +86,21 @@ class Best(NamedTuple):
     thresholds: tuple[float, ...] = ()
 
     def below(self, score: Score) -> bool:
-        """Tell whether a score is better: more is right, or with as much right the loss is lower; NaN is highest."""
+        """Return True if a score is better: a higher accuracy, or an equal one with a lower loss; NaN is the highest
+        loss.
+        """
         ours, theirs = (math.inf if math.isnan(loss) else loss for loss in (self.loss, score.loss))
         best = self.accuracy if self.decides is None else self.decides
         return (score.quality, -theirs) > (best, -ours)
 
 
 Scores = dict[str, Score]
-"""By model."""
+"""Scores by model."""
 
 
 @dataclass
 class Totals:
-    """Sums over samples on this rank; `reduce` turns them into global means."""
+    """Sums over this rank's samples; `reduce` turns them into global means."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -108,13 +110,13 @@ class Totals:
 
     @classmethod
     def read(cls, sums: Mapping[str, Any]) -> Totals:
-        """Return the sums of a checkpoint; those of earlier versions divide the loss by the samples."""
+        """Return the sums of a checkpoint. Earlier versions divided the loss by the number of samples."""
         return cls(**{"weight": sums["count"], **sums})
 
     def add(
         self, logits: Tensor, labels: Tensor, mean_loss: float, *, task: Task = CLASSES, weight: float | None = None
     ) -> None:
-        """Add a batch's answers and mean loss, of so much weight; each character of a window counts as one."""
+        """Add a batch's predictions and its mean loss of the given weight; each character of a window counts once."""
         rows = labels.numel() if task.kind == "classes" else len(labels)
         weight = rows if weight is None else weight
         self.loss += mean_loss * weight
@@ -124,13 +126,13 @@ class Totals:
 
 
 def count(totals: dict[str, Totals], answers: Mapping[str, Answers], losses: Mapping[str, float], task: Task) -> None:
-    """Add a batch's answers and mean losses, by model."""
+    """Add a batch's predictions and mean losses, by model."""
     for name, (logits, labels) in answers.items():
         totals.setdefault(name, Totals()).add(logits, labels, losses[name], task=task)
 
 
 def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *, name: str) -> Scores:
-    """Return each model's means over the samples that all ranks have counted. Collective."""
+    """Return each model's means over all ranks' samples. Collective."""
     mine = [totals.get(model, Totals()) for model in models]
     sums = torch.tensor([[each.loss, each.weight, each.correct, each.count] for each in mine], dtype=torch.float64)
     rows = world.allreduce_sum(sums, name=f"totals.{name}").tolist()
@@ -143,10 +145,10 @@ def reduce(totals: Mapping[str, Totals], models: Sequence[str], world: World, *,
 def evaluate(
     strategy: OpenModel, batches: Sequence[Batch], world: World, task: Task, *, chooses: bool = False
 ) -> Scores:
-    """Return each model's means over a split, of which `batches` are this replica's share. Collective.
+    """Evaluate each model on a split and return its means; `batches` are this replica's share. Collective.
 
-    The strategy must have settled. Where several ranks answer for one model on the same samples, no mean changes.
-    `chooses` tells whether the split is held out, so that thresholds of labels may be chosen by it.
+    The strategy must be synchronized. Several ranks may evaluate one model on the same samples without changing means.
+    `chooses` is True for held-out splits, which may choose thresholds of labels.
     """
     totals: dict[str, Totals] = {}
     kept: dict[str, list[Kept]] = {}
@@ -159,7 +161,7 @@ def evaluate(
         losses = {name: float(task.losses(logits.double(), labels).mean()) for name, (logits, labels) in real.items()}
         count(totals, real, losses, task)
         for name, (logits, labels) in real.items():
-            # A text's characters are no classes that anybody would balance.
+            # The characters of a text are not balanced like classes.
             if labels.dim() == 1 or task.kind != "classes":
                 kept.setdefault(name, []).append(Kept(batch.ids[: batch.counted], task, logits, labels))
     scores = reduce(totals, strategy.models, world, name="evaluation")
@@ -167,16 +169,16 @@ def evaluate(
 
 
 class Kept:
-    """Predictions and labels of some samples, as far as metrics need them."""
+    """Predictions and labels of samples, for metrics."""
 
     def __init__(self, ids: NDArray[np.int64], task: Task, logits: Tensor, labels: Tensor) -> None:
         self.ids, self.kept, self.labels, self.outputs = ids, task.kept(logits).numpy(), labels.numpy(), logits.shape[1]
 
 
 def judged(scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world: World, *, chooses: bool) -> Scores:
-    """Return the scores with the metrics of all ranks' answers, by model. Collective.
+    """Return the scores with the metrics of all ranks' predictions, by model. Collective.
 
-    Rank 0 computes them, of samples in the order of their ids, so that they do not depend on who had which.
+    Rank 0 computes them with samples in the order of their ids, so they do not depend on the sharding.
     """
     everyone = world.allgather_object({name: list(mine) for name, mine in kept.items()}, name="evaluation.answers")
     found = {}
@@ -194,7 +196,7 @@ def judged(scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world
 def with_metrics(
     score: Score, answers: NDArray[Any], labels: NDArray[Any], task: Task, *, chooses: bool = False
 ) -> Score:
-    """Return a score with the metrics that models are compared by, and what is said beside accuracies."""
+    """Return a score with balanced accuracy, majority share and the task's metrics."""
     if chooses:
         task = task.fitted_to(answers, labels)
     metrics = task.metrics(answers, labels)
@@ -208,13 +210,13 @@ def with_metrics(
 
 
 def mean(scores: Scores) -> Mean:
-    """Return the mean over models, each of which counts the same."""
+    """Return the unweighted mean over models."""
     found = scores.values()
     return Mean(sum(score.loss for score in found) / len(found), sum(score.accuracy for score in found) / len(found))
 
 
 def beside(scores: Scores) -> dict[str, float]:
-    """Return what the record says beside the mean loss and accuracy over models: means of what is known of all."""
+    """Return the record's other numbers: means over models, if all models have them."""
     each = [score.plain() for score in scores.values()]
     names = [name for name in (each[0] if each else ()) if name not in ("loss", "accuracy")]
     known = [name for name in names if all(name in one for one in each)]
@@ -222,7 +224,7 @@ def beside(scores: Scores) -> dict[str, float]:
 
 
 def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
-    """Return the entry `models` of a line of the record; there is none where one model is all."""
+    """Return the entry `models` of a line of the record; empty for a single model."""
     if list(models) == [MODEL]:
         return {}
     return {
@@ -239,6 +241,6 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
 
 
 def fall(before: float, after: float) -> str:
-    """Return a change of a loss in words."""
+    """Format a change of a loss."""
     changed = f" ({100 * (after / before - 1):+.0f} %)" if math.isfinite(after) and math.isfinite(before) else ""
     return f"{before:.3f} -> {after:.3f}{changed}"

@@ -1,4 +1,4 @@
-"""What a run works on: its parts, built the same way on every rank, and how far it is."""
+"""The state of a run: its parts, which are equal on every rank, and its progress."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Report = dict[str, Any]
 
 @dataclass
 class Job:
-    """The parts of a run, and how far it is."""
+    """The parts of a run and its progress."""
 
     config: Config
     world: World
@@ -42,11 +42,11 @@ class Job:
     block_names: tuple[str, ...]
     factory: Factory
     opened: Opened
-    """What the verb under way works on."""
+    """The open part, on which the current verb works."""
     journal: Journal
     budget: Budget
     card: Card
-    """Of the models, as far as it is known before they are trained."""
+    """Card of the models, as known before training."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
     evaluated: int
@@ -54,103 +54,103 @@ class Job:
     clock: PhaseClock
     logger: RunLogger
     flips: str | None = None
-    """Whether horizontal flips are shown, on or off, where that was found out."""
+    """Horizontal flips, on or off, if the trial decided them."""
     flip_trial: Finding | None = None
-    """What was found out about them before the recipe."""
+    """Result of the trial with and without flips."""
     notes: list[str] = field(default_factory=list)
     record: Record | NullRecord = field(default_factory=NullRecord)
     progress: Progress = field(default_factory=Progress)
     data_identities: dict[str, str] = field(default_factory=dict)
     majority_share: float | None = None
-    """Of the most frequent class among the training samples; None where their classes are equal."""
+    """Share of the most frequent training class, 0-1; None if classes are balanced."""
     overlap: Overlap | None = None
-    """Of evaluated images that are training images too, where there are some."""
+    """Train/test duplicates, if there are any."""
     conflict: Conflict | None = None
-    """Of training images that are the same picture in different classes, where there are some."""
+    """Equal training images with different classes, if there are any."""
     step: int = 0
-    """Optimizer steps made."""
+    """Optimizer steps so far."""
     epochs_done: int = 0
     images: int = 0
-    """That all replicas together have trained on, or fitted a head to, before the part that is open."""
+    """Images over all replicas for training and fitting, before the open part."""
     epoch_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase at the end of the last epoch, or verb, that was recorded."""
+    """Seconds per phase at the end of the last recorded epoch or verb."""
     best_accuracy: float = 0.0
     last_accuracy: float = 0.0
     last_scores: Scores = field(default_factory=dict)
-    """What the last evaluation found, by model."""
+    """Scores of the last evaluation, by model."""
     best: dict[str, Best] = field(default_factory=dict)
-    evaluations_in_vain: int = 0
-    """Since a model was last better than ever."""
+    evaluations_without_gain: int = 0
+    """Evaluations since a model last improved."""
     totals: dict[str, Totals] = field(default_factory=dict)
     """Sums over the epoch's training samples so far, by model."""
     thresholds: tuple[float, ...] = ()
-    """Of labels, that a recipe has chosen for the model."""
+    """Thresholds of the model's labels that the recipe chose."""
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """States of the model that the recipe may go back to, by name."""
+    """Snapshots of the model that the recipe may restore, by name."""
     earlier: Report = field(default_factory=dict)
-    """The joined reports of the parts before the one that is open."""
+    """Joined reports of the parts before the open one."""
     asked_to_leave: bool = False
     checkpoint_seconds: float = 0.0
-    """What training waited for the last checkpoint."""
+    """Seconds that training waited for the last checkpoint."""
     saving: Saving | None = None
-    """On rank 0, the checkpoint that is being written."""
+    """The checkpoint that is being written, on rank 0."""
     called: Callable[[int], str] = "sample {}".format
-    """What a message calls a training sample, by its number."""
+    """Returns the name of a training sample in messages, by its id."""
     waiting: Callable[[], None] | None = None
-    """Loads a checkpoint's model into the part that is open; None once that is done, or where there is none."""
+    """Loads a checkpoint's model into the open part; None once that is done, or without a checkpoint."""
 
     @property
     def settings(self) -> Config:
-        """The run's settings, with what was found out about horizontal flips."""
+        """The run's settings with the result of the flip trial."""
         if self.flips is None or self.config.data.flips != "auto":
             return self.config
         return replace(self.config, data=replace(self.config.data, flips=self.flips))
 
     @property
     def task(self) -> Task:
-        """What the models answer."""
+        """Task of the models."""
         task = self.factory.context.corpus.task
         return replace(task, thresholds=self.thresholds) if self.thresholds else task
 
     @property
     def chooses(self) -> bool:
-        """Whether samples that are evaluated are held out, so that thresholds may be chosen by them."""
+        """Whether the evaluated samples are held out, so that they may choose thresholds."""
         return self.config.data.validation_fraction > 0 and not self.thresholds
 
     @property
     def beside_majority(self) -> str:
-        """What stands beside an accuracy on training samples where their classes are unequal."""
+        """Text after an accuracy on training samples with imbalanced classes."""
         share = self.majority_share
-        return "" if share is None else f"; the majority class is {100 * share:.2f} % of these"
+        return "" if share is None else f"; majority class {100 * share:.2f} %"
 
     @property
     def strategy(self) -> Strategy:
-        """What trains, or answers, in the part that is open."""
+        """Strategy of the open part."""
         return self.opened.strategy
 
     @property
     def feed(self) -> TrainFeed:
-        """The training samples of the part that is open."""
+        """Training samples of the open part."""
         return self.opened.feed
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch of the part that is open."""
+        """Optimizer steps per epoch of the open part."""
         return self.opened.steps_per_epoch
 
     @property
     def part_step(self) -> int:
-        """Steps that are made of the part that is open."""
+        """Steps so far in the open part."""
         return self.step - self.opened.first_step
 
     @property
     def part_epoch(self) -> int:
-        """Epochs that are made of the part that is open."""
+        """Epochs so far in the open part."""
         return self.epochs_done - self.opened.first_epoch
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run at the end of the part that is open."""
+        """Optimizer steps of the run at the end of the open part."""
         return self.opened.first_step + self.opened.steps
 
     @property
@@ -164,7 +164,7 @@ class Job:
         return self._shown(self.opened.model.cut)
 
     def images_of(self, steps: int) -> int:
-        """Return how many images all replicas train on in the first `steps` steps of the part that is open."""
+        """Return the number of images of all replicas in the first `steps` steps of the open part."""
         opened, settings = self.opened, self.opened.part.settings.optimizer
         epochs, rest = divmod(steps, opened.steps_per_epoch)
         whole = opened.feed.plan.batches_per_epoch
@@ -172,15 +172,15 @@ class Job:
         return batches * settings.batch_size * opened.feed.plan.replicas
 
     def names(self, samples: Sequence[int]) -> str:
-        """Return what a message calls some training samples, the first few where there are many."""
+        """Return the names of training samples for messages, at most a few."""
         return listed([self.called(sample) for sample in samples])
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
-        """Return the batches of each step of an epoch of the part that is open."""
+        """Return the batches of each step in an epoch of the open part."""
         return grouped(self.feed.epoch(epoch), self.opened.part.settings.optimizer.accumulate)
 
     def enter(self, part: Part) -> None:
-        """Open a part, and close the one before it; one that is open and was not used stays. Collective."""
+        """Open a part and close the one before it; an open, unused part stays open. Collective."""
         if self.opened.is_used or self.opened.part != part:
             if self.opened.is_used:
                 self.images += self.images_of(self.part_step)
@@ -195,7 +195,7 @@ class Job:
         return joined(self.earlier, {**mine, "cut_history": [self._placed(move) for move in mine["cut_history"]]})
 
     def placed(self, decision: Decision) -> Decision:
-        """Return a vote of this part with its step and epoch in the run."""
+        """Return a vote of the open part with its step and epoch in the run."""
         step, epoch = self.opened.first_step, self.opened.first_epoch
         return replace(decision, step=step + decision.step, epoch=epoch + decision.epoch)
 
@@ -204,12 +204,12 @@ class Job:
         return Move(first_epoch + move.epoch, first_step + move.step, self._shown(move.cut))
 
     def _shown(self, cut: int) -> int:
-        """Return a cut in blocks of the model, all but one of which are features of a fitted head."""
+        """Return a cut in blocks of the model; a fitted head counts all blocks but one as features."""
         return len(self.block_names) - 1 if self.opened.part.solves else cut
 
 
 def joined(earlier: Report, later: Report) -> Report:
-    """Return one report of two parts of a run: bytes, rows and seconds add up, and so does the cut's history."""
+    """Join the reports of two parts of a run: add bytes, rows and seconds, and append the history of the cut."""
     if not earlier:
         return later
     before, after = earlier["cache"], later["cache"]

@@ -1,8 +1,8 @@
-"""The journal of a run: the verbs that have ended, and what they returned.
+"""The journal of a run: the finished verbs and their results.
 
-A recipe is ordinary code. To resume a run it is called again from the top: verbs that ended before the checkpoint
-return the recorded value at once, the verb that was under way continues from its own state. So a recipe must decide by
-nothing but the values of its verbs. Equal on all ranks.
+A recipe is ordinary code. A resumed run calls it again from the top: verbs that ended before the checkpoint return
+their recorded value at once, and the interrupted verb continues from its state. So a recipe must decide by the values
+of its verbs alone. The journal is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any
 from hvfreeze.errors import RefusedError
 
 Arguments = dict[str, Any]
-"""Plain values by name."""
+"""Arguments of a verb or recipe: plain values by name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A verb that has ended."""
+    """A finished verb."""
 
     verb: str
     arguments: Arguments
     value: Any
-    """What it returned, as plain values."""
+    """Result of the verb, as plain values."""
     budget: Any
-    """What was left of the budget when it ended, as `Budget.mark` returns it."""
+    """Budget at the end of the verb, from `Budget.mark`."""
 
 
 @dataclass
 class Journal:
-    """The verbs of a run in order."""
+    """The verbs of a run, in order."""
 
     recipe: Arguments
-    """The recipe's name, and the settings that it decides by."""
+    """Name of the recipe and the settings that it depends on."""
     ended: list[Entry] = field(default_factory=list)
     open: tuple[str, Arguments] | None = None
-    """The verb under way."""
+    """The current verb."""
     _recalled: int = 0
     _source: str = ""
 
     def recall(self, verb: str, arguments: Arguments) -> Entry | None:
-        """Return the record of the recipe's next verb, None where it is yet to be made.
+        """Return the record of the recipe's next verb; None if it has not run yet.
 
         Raises:
-            RefusedError: another verb stands there, or other arguments.
+            RefusedError: the record has another verb or other arguments.
         """
         if self._recalled == len(self.ended):
             return None
@@ -55,10 +55,10 @@ class Journal:
         return entry
 
     def begin(self, verb: str, arguments: Arguments) -> bool:
-        """Note that a verb is under way; return whether it was under way at the checkpoint that the run resumes from.
+        """Record the start of a verb; return True if the checkpoint was written during this verb.
 
         Raises:
-            RefusedError: another verb was under way, or other arguments.
+            RefusedError: the checkpoint has another verb or other arguments.
         """
         continues = self.open is not None
         if self.open is not None:
@@ -67,31 +67,31 @@ class Journal:
         return continues
 
     def end(self, value: Any, budget: Any) -> None:
-        """Record what the verb under way has returned."""
-        assert self.open is not None, "no verb is under way"
+        """Record the result of the current verb."""
+        assert self.open is not None, "no verb has begun"
         self.ended.append(Entry(*self.open, value, budget))
         self._recalled, self.open = len(self.ended), None
 
     def reopen(self) -> None:
-        """Continue the last verb, which had ended: it is to be longer."""
+        """Reopen the last verb to make it longer."""
         last = self.ended.pop()
         self.open, self._recalled = (last.verb, last.arguments), len(self.ended)
 
     @property
     def at_last(self) -> bool:
-        """Whether the next record is the last one, with nothing under way behind it."""
+        """Whether the next record is the last one and no verb is interrupted."""
         return self._recalled == len(self.ended) - 1 and self.open is None
 
     def has_ended(self, verb: str) -> bool:
-        """Tell whether this verb was the last, and has ended."""
+        """Return True if this verb was the last and has ended."""
         return self.open is None and bool(self.ended) and self.ended[-1].verb == verb
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"recipe": self.recipe, "ended": [asdict(entry) for entry in self.ended], "open": self.open}
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
-        """Continue from the state in the checkpoint `source`; verbs are recalled from the first one on."""
+        """Load the state of the checkpoint `source` and recall verbs from the first one."""
         self.ended = [Entry(**entry) for entry in state["ended"]]
         self.open, self._recalled, self._source = state["open"] and tuple(state["open"]), 0, source
 
@@ -112,9 +112,9 @@ class Journal:
             return
         (verb, given), (name, arguments) = there, here
         differing = [key for key in {**given, **arguments} if given.get(key) != arguments.get(key)]
-        listed = "; ".join(f"{key}: {given.get(key)!r} there, {arguments.get(key)!r} here" for key in differing)
-        what = f"'{verb}' there, '{name}' here" if verb != name else f"{verb}: {listed}"
+        listed = "; ".join(f"{key}: {given.get(key)!r} before, {arguments.get(key)!r} now" for key in differing)
+        what = f"'{verb}' before, '{name}' now" if verb != name else f"{verb}: {listed}"
         raise RefusedError(
-            f"the checkpoint {self._source} is of another course ({what}); give the settings that it began with, or "
-            "start from scratch in another --run-dir"
+            f"the checkpoint {self._source} belongs to a run with other settings ({what}); use the "
+            f"settings of that run, or start from scratch in another --run-dir"
         )

@@ -1,6 +1,6 @@
-"""The verb `tune`. One page: what every rank does in an epoch, and which of it is a collective.
+"""The training loop: the steps and evaluations of an epoch, with its collectives marked.
 
-What a step is, the strategy knows: which blocks run on which rank, and what crosses between ranks.
+The strategy defines a step: the blocks that run on each rank, and the messages between ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 from hvfreeze.comm.mpi_environment import handling
-from hvfreeze.config.sections import TEXT
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import accuracy_in_words
+from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
 from hvfreeze.metrics import in_words, named_in
@@ -34,8 +34,8 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
 
     Args:
         step: updates made so far.
-        base: the rate that `constant` keeps.
-        schedule: `constant`; `step`, a tenth from 50 % and a hundredth from 75 % of training on; or `cosine`, to 0.
+        base: the rate of `constant`.
+        schedule: `constant`; `step`, a tenth after 50 % and a hundredth after 75 % of training; or `cosine`, to 0.
         warmup: updates over which the rate rises linearly.
         total: updates in all.
     """
@@ -49,15 +49,15 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
 
 
 def tune(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
-    """Make the steps of the open part that are not made yet, and evaluate as --evaluate-every says. Collective.
+    """Make the remaining steps of the open part, with evaluations by --evaluate-every. Collective.
 
     Args:
         job: the run.
-        pace: chooses how many steps there are, with a time budget.
-        is_last: whether the run ends with this; then the last epoch is evaluated.
+        pace: chooses the number of steps, with a time budget.
+        is_last: whether the run ends afterwards; then the last epoch is evaluated.
 
     Raises:
-        NumericsError: a loss or gradient is not finite on some rank; raised on all ranks in the same step.
+        NumericsError: a loss or gradient is NaN or Inf on some rank; raised on all ranks in the same step.
         DivergedError: replicas are not equal.
         Preempted: the job was asked to leave and has written a checkpoint.
     """
@@ -67,12 +67,12 @@ def tune(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
         if job.part_epoch < job.opened.epochs and not out_of_patience(job):
             save_when_due(job)
     if out_of_patience(job):
-        in_vain = plural(job.evaluations_in_vain, "evaluation")
-        job.logger.info(f"stopped early: {in_vain} in a row found nothing better")
+        failed = plural(job.evaluations_without_gain, "evaluation")
+        job.logger.info(f"stopped early: no improvement in {failed}")
 
 
 def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
-    """Make the steps of the part's epoch `epoch` that are not made yet. Collective."""
+    """Make the remaining steps of the open part's epoch `epoch`. Collective."""
     steps = job.steps_of(epoch)[job.part_step - epoch * job.steps_per_epoch :]
     if steps:
         job.strategy.begin_epoch([batch for batches in steps for batch in batches])
@@ -89,7 +89,7 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
 
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
-    """Make one optimizer step, count it, and leave after it if that was asked; return this rank's loss. Collective."""
+    """Make one optimizer step and return this rank's loss; leave the run if a signal asked for it. Collective."""
     result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
     count(job.totals, result.answers, result.losses, job.task)
@@ -101,7 +101,7 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
 
 
 def rate(job: Job) -> float:
-    """Return the learning rate of the step to come."""
+    """Return the learning rate of the next step."""
     settings = job.opened.part.settings.optimizer
     return learning_rate(
         job.part_step, base=settings.lr, schedule=settings.schedule, warmup=settings.lr_warmup, total=job.opened.steps
@@ -109,9 +109,9 @@ def rate(job: Job) -> float:
 
 
 def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool = True) -> None:
-    """Evaluate on all ranks when that is due and write the epoch's line. Collective."""
+    """Evaluate on all ranks if that is due, and write the epoch's line. Collective."""
     with job.clock.within("evaluate"):
-        # Also where nothing is evaluated: how often that is done must not change one bit of the training.
+        # Also without an evaluation: the evaluation schedule must not change any bit of the training.
         job.strategy.settle()
         ends = is_last and job.part_epoch + 1 == job.opened.epochs
         tested: Scores = {}
@@ -134,7 +134,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
 
 
 def evaluate_now(job: Job) -> Scores:
-    """Return the scores of each model on the evaluation samples, and note them. Collective."""
+    """Evaluate each model, and record and return the scores. Collective."""
     tested = evaluate(job.opened.model, job.evaluation_batches, job.world, job.task, chooses=job.chooses)
     job.last_scores, job.last_accuracy = tested, mean(tested).accuracy
     job.best_accuracy = max(job.best_accuracy, job.last_accuracy)
@@ -142,7 +142,7 @@ def evaluate_now(job: Job) -> Scores:
 
 
 def numbers(job: Job, found: dict[str, Any], tested: Scores, report: dict[str, Any], images: int) -> dict[str, Any]:
-    """Return what a line of metrics.jsonl says; its seconds are those since the line before."""
+    """Return the numbers of a line of metrics.jsonl, with the seconds since the previous line."""
     seconds = job.clock.read()
     spent = {phase: round(value - job.epoch_seconds.get(phase, 0.0), 6) for phase, value in seconds.items()}
     job.epoch_seconds = seconds
@@ -168,12 +168,12 @@ def numbers(job: Job, found: dict[str, Any], tested: Scores, report: dict[str, A
 
 
 def train_balance(job: Job) -> dict[str, float]:
-    """Return what the record says beside an accuracy on training samples; nothing where their classes are equal."""
+    """Return the record's majority share of the training samples; empty if classes are balanced."""
     return {} if job.majority_share is None else {"train_majority_share": job.majority_share}
 
 
 def tell_epoch(job: Job, line: dict[str, Any]) -> None:
-    """Log an epoch, given its line of metrics.jsonl; a run in hvfreeze auto logs whole verbs. Not a collective."""
+    """Log an epoch from its line of metrics.jsonl; hvfreeze auto logs whole verbs instead. Not a collective."""
     if job.config.freeze.auto:
         return
     fitted = f" | train {accuracy_in_words(line['train_accuracy'], majority=job.majority_share)}"
@@ -200,30 +200,30 @@ def tell_epoch(job: Job, line: dict[str, Any]) -> None:
 
 
 def tell_overflow(job: Job, loss: float | None) -> None:
-    """Log that an evaluation's loss is not finite, where that is so."""
+    """Log an evaluation loss of NaN or Inf."""
     if loss is not None and not math.isfinite(loss):
-        job.logger.info("note: the loss on what was evaluated is not finite: its answers overflow; lower --lr")
+        job.logger.info("warning: the evaluation loss is NaN or Inf: the model's outputs overflow; use a lower --lr")
 
 
 def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """Return what is in a strategy's report, and neither in a line of the record nor a part of every report."""
+    """Return the numbers that only this strategy reports."""
     common = {*line, "cut_history", "allreduce_bytes", "other_collective_bytes", "cache", "head"}
     return {key: value for key, value in report.items() if key not in common}
 
 
 def leave(job: Job) -> None:
-    """Write a checkpoint and leave with the code that says so. Collective."""
-    # The uninterrupted run settles here only for a checkpoint that is due; at an epoch's end, evaluation comes first.
+    """Write a checkpoint and leave with the exit code for preemption. Collective."""
+    # An uninterrupted run synchronizes here only for a due checkpoint; at an epoch's end, evaluation comes first.
     settled = not job.at_epoch_end and is_due(job)
     with job.clock.within("checkpoint"):
         save(job, settled=settled)
         finish_saving(job)
-    raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; go on with --resume")
+    raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; continue with --resume")
 
 
 @contextmanager
 def leaving_on_signal(job: Job) -> Iterator[None]:
-    """Ask all ranks to leave after the step in which SIGUSR1, or for a lone process SIGTERM, arrives on one of them."""
+    """Leave on all ranks after the step in which one of them receives SIGUSR1, or a single process SIGTERM."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         job.asked_to_leave = True

@@ -1,4 +1,4 @@
-"""What several ranks of a node need of a data set's pixels, read by them together into memory that they share."""
+"""Pixels in memory that the ranks of a node share; each rank reads or decodes a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.node_memory import Node, node_of, protect, share_memory
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.cifar import ARCHIVES, IMAGE_SHAPE, Contents, read_classes, read_images
@@ -17,21 +16,22 @@ from hvfreeze.data.data_sets import ImageSet, root_of
 from hvfreeze.data.decoding import Pool, open_pool
 from hvfreeze.data.folders import is_folder
 from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource
 from hvfreeze.strategies.opening import reads_images
 
 
 def notes_on_sharing(refusal: str) -> list[str]:
-    """Return what the user should know where ranks of a node cannot share memory."""
-    return [f"ranks cannot share memory ({refusal}): each keeps its own copy of the images"] if refusal else []
+    """Return a note if ranks of a node cannot share memory."""
+    return [f"ranks of a node cannot share memory ({refusal}): each keeps a copy of the images"] if refusal else []
 
 
 def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, str]:
-    """Return what CIFAR's archive holds, and why it cannot be shared. Collective.
+    """Return the contents of CIFAR's archive, and why a node cannot share memory. Collective.
 
-    Each file is read by one rank of a node, into memory that all of the node see, read-only. None where there is no
-    archive, no node has several ranks, or this one's cannot share memory; it is then for each rank to read.
+    One rank per node reads each file into read-only memory that all ranks of the node share. None if there is no
+    archive, no node has several ranks, or this node cannot share memory; then each rank must read it.
 
     Raises:
         RefusedError: a file is missing, damaged or asks to run code; on all ranks.
@@ -63,7 +63,7 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
         for name, end in zip(files, ends):
             if name in mine[1]:
                 pixels[end - len(labels[name]) : end] = mine[1][name][0]
-    # Also ranks of nodes that share nothing come here.
+    # Ranks of nodes without sharing come here too.
     world.barrier(name="archive.read")
     if memory is None or mine is None:
         return None, refusal
@@ -76,9 +76,9 @@ def read_archive_once(data: DataConfig, world: World) -> tuple[Contents | None, 
 def share_pools(
     config: Config, world: World, corpus: Corpus, *, budget_bytes: int
 ) -> tuple[tuple[Pool | None, Pool | None], str]:
-    """Return memory for the training and the evaluation samples that ranks of this node share; see `share_pool`.
+    """Return memory for the training and the evaluation samples, shared by the ranks of a node. Collective.
 
-    `budget_bytes` is what each rank's pixels of a split may take. Collective.
+    `budget_bytes` is the budget of each rank for the pixels of a split. See `share_pool`.
     """
     replicas = corpus.plan.replicas
     if isinstance(corpus.train.source, TextSource) or (replicas == world.size and not corpus.plan.mixes):
@@ -107,19 +107,19 @@ def share_pool(
     budget_bytes: int,
     name: str,
 ) -> tuple[Pool | None, str]:
-    """Return memory that the ranks of a node share, and why one of the job's nodes cannot share any. Collective.
+    """Return memory for pixels that the ranks of a node share, and why a node cannot share memory. Collective.
 
     Args:
         world: all ranks.
-        node: this rank's.
+        node: this rank's node.
         image_set: the split.
-        wanted: rank -> the samples whose pixels it keeps.
-        budget_bytes: what the split's pixels may take on this node.
-        name: the same on all ranks.
+        wanted: the samples of each rank.
+        budget_bytes: budget of the node for the pixels of the split.
+        name: name of the collectives, the same on all ranks.
 
     Returns:
-        All samples that ranks of the node want, of which each rank is to decode a part. None where no two want the
-        same, they are in memory already or do not fit, or the node has one rank or cannot share memory.
+        A pool with the samples of all ranks of the node; each rank decodes a part. None if no sample is used by two
+        ranks, the samples are in memory already or exceed the budget, or the node has one rank or cannot share memory.
     """
     chosen, times = np.zeros(len(image_set), dtype=np.bool_), 0
     for rank in node.ranks:

@@ -1,6 +1,6 @@
-"""What a run does, as ordinary code over the verbs of `Run`. `auto` has a file of its own.
+"""The recipes of training and of fitting a head, as ordinary code over the verbs of `Run`. See `auto.py` for `auto`.
 
-The seven strategies are trained by `plain`: a recipe asks the open strategy for steps.
+`plain` trains with each of the seven strategies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Recipe = Callable[[Run], None]
 
 
 def plain(run: Run) -> None:
-    """Train for --epochs, or as long as a time budget allows."""
+    """Train for --epochs, or until the time budget ends."""
     if run.budget.seconds is None:
         run.tune(run.settings, epochs=run.settings.optimizer.epochs)
     else:
@@ -34,25 +34,25 @@ def head_alone(run: Run) -> None:
 
 
 def recipe_of(config: Config) -> Recipe:
-    """Return the recipe that the settings ask for."""
+    """Return the recipe of the settings."""
     if config.freeze.auto:
         return auto
     return head_alone if config.head.solved else plain
 
 
 def named(config: Config) -> dict[str, Any]:
-    """Return the recipe's name and what else must be equal in a run that is resumed; plain training may be longer."""
+    """Return the recipe's name and the settings that must be equal on resuming; plain training may become longer."""
     name = recipe_of(config).__name__
     return {"recipe": name, **({"epochs": config.optimizer.epochs} if config.freeze.auto else {})}
 
 
 def first_part(settings: Config) -> Part:
-    """Return what a run opens before its recipe begins, so that settings that do not fit are refused early."""
+    """Return the part that a run opens before its recipe, so that invalid settings are refused early."""
     return Part(solving(settings) if settings.freeze.auto else settings)
 
 
 def planned(job: Job) -> list[Stretch]:
-    """Return what the recipe may come to, as far as is known before it begins."""
+    """Return the parts that the recipe may open; a recipe may decide on others later."""
     config, deal = job.settings, job.factory.context.feed.plan
     if config.freeze.auto:
         plan, head = plan_run(Run(job)), Stretch(solving(config))

@@ -1,4 +1,4 @@
-"""A run from its configuration to its summary."""
+"""Execute a run, from its configuration to its summary."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
-from hvfreeze.config.sections import AUTO, TEXT
 from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
 from hvfreeze.data.class_shares import accuracy_in_words
+from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world
@@ -47,14 +48,14 @@ from hvfreeze.wording import did_you_mean, plural
 
 
 def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
-    """Fine-tune on a folder of images as `hvfreeze auto` does, and return summary.json's object. Collective.
+    """Fine-tune on a dataset like `hvfreeze auto`, and return the content of summary.json. Collective.
 
     Args:
-        data: a folder with train/CLASS/ and test/CLASS/, a built-in data set such as "digits", or "package:function".
+        data: a folder with train/CLASS/ and test/CLASS/, a built-in dataset such as "digits", or "package:function".
         settings: flags of `hvfreeze auto` by name, as in `auto("photos", weights="DEFAULT", image_size=128)`.
 
     Raises:
-        HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
+        HvfreezeError: the run fails; `exit_code` is the exit code of the command.
     """
     known = dict.fromkeys(settings_of_auto())
     unknown = sorted(settings.keys() - known.keys())
@@ -64,12 +65,12 @@ def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Run a configuration in this process, or as this rank of the job, and return summary.json's object. Collective.
+    """Run a configuration like `hvfreeze train`, and return the content of summary.json. Collective.
 
-    As `hvfreeze train` with the same settings. An error that nobody catches ends the job with its exit code.
+    An error that is not caught ends the job with its exit code.
 
     Raises:
-        HvfreezeError: as the program would end; `exit_code` is the one that it would end with.
+        HvfreezeError: the run fails; `exit_code` is the exit code of the command.
     """
     if not isinstance(config, Config):
         raise UsageError(f"train: config must be a hvfreeze.Config, not {type(config).__name__}")
@@ -86,13 +87,13 @@ def run(
     asked: Sequence[int] = (),
     started: float | None = None,
 ) -> dict[str, Any]:
-    """Train as `config` says and return summary.json's object, on every rank. Collective.
+    """Train a configuration and return the content of summary.json, on every rank. Collective.
 
     Args:
         config: the run.
         world: all ranks of the job.
-        asked: signals that asked this rank to leave before this call.
-        started: `time.monotonic()` from which --time-budget counts; None is now.
+        asked: signals that asked this rank to leave before the call.
+        started: `time.monotonic()` at the start of --time-budget; None is now.
 
     Raises:
         HvfreezeError: see its subclasses; raised on all ranks.
@@ -105,7 +106,7 @@ def run(
 
 
 def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
-    """Go on from the newest checkpoint or start, follow the recipe to its end, and return the summary. Collective.
+    """Resume from the newest checkpoint or start, run the recipe, and return the summary. Collective.
 
     For `asked` see `run`.
     """
@@ -140,7 +141,7 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def logging_its_end(job: Job) -> Iterator[None]:
-    """Log why the run ended early, and tell who interrupts it how it goes on; let others use its directory."""
+    """Log the reason of an early end and the command to resume; unlock the run directory."""
     try:
         yield
     except HvfreezeError as error:
@@ -155,13 +156,13 @@ def logging_its_end(job: Job) -> Iterator[None]:
 
 
 def way_on(job: Job) -> str:
-    """Return how to continue a run that was interrupted."""
-    where = "from the last checkpoint" if newest(directory_of(job)) else "anew, there is no checkpoint yet,"
-    return f"go on {where} with: {resuming(job.directory, ranks=job.world.size)}"
+    """Return the command that continues an interrupted run."""
+    way = "continue from the last checkpoint" if newest(directory_of(job)) else "no checkpoint yet, start again"
+    return f"{way} with: {resuming(job.directory, ranks=job.world.size)}"
 
 
 def introduce(job: Job, *, resumed: bool) -> None:
-    """Say what is about to happen."""
+    """Log the model, the data and the settings of the run."""
     config, say = job.config, job.logger.info
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
@@ -184,10 +185,12 @@ def introduce(job: Job, *, resumed: bool) -> None:
 
 
 def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
-    """Return the summary of a run that has ended already, on every rank; None for one that has not. Collective.
+    """Return the summary of a finished run, on every rank; None for an unfinished one. Collective.
 
-    `has_state` tells whether the job has a checkpoint's. Raises RefusedError where the run has ended, leaves none to go
-    on from, and is to be longer.
+    `has_state` is True if the job has loaded a checkpoint.
+
+    Raises:
+        RefusedError: the run has ended without a checkpoint, and is to become longer.
     """
     path = job.directory / "summary.json"
 
@@ -197,11 +200,11 @@ def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
         before, epochs = read_config(path.with_name("config.yaml"))["optimizer"]["epochs"], job.config.optimizer.epochs
         if not has_state and before != epochs:
             raise RefusedError(
-                f"the run in {job.directory} has ended, and there is no checkpoint from which it could go on to "
-                f"--epochs ({epochs}); put its checkpoints back, or start from scratch in another --run-dir"
+                f"the run in {job.directory} has ended and has no checkpoint to continue from to "
+                f"--epochs ({epochs}); restore its checkpoints, or start from scratch in another --run-dir"
             )
         done = read_object(path, SUMMARY)
-        # A checkpoint of the run's end may have been removed, and plain training may be continued.
+        # The last checkpoint may have been removed, and plain training may be continued.
         is_plain = recipe_of(job.config) is plain
         at_end = job.journal.has_ended("tune" if is_plain else "finish")
         longer = is_plain and job.budget.seconds is None and job.epochs_done < epochs and not out_of_patience(job)
@@ -211,9 +214,9 @@ def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
 
 
 def conclude(job: Job) -> dict[str, Any]:
-    """Check that ranks agree, keep the models and write the summary. Collective."""
+    """Check that ranks agree, save the models and write the summary. Collective."""
     job.opened.model.settle()
-    # Not training, in which the clock would have it.
+    # The clock counts this as other than training.
     with job.clock.within("checkpoint"):
         digest = job.opened.model.check(step=job.step)
         export(job, digest=digest)
@@ -241,9 +244,9 @@ def conclude(job: Job) -> dict[str, Any]:
         "resumed": list(job.record.resumed),
     }
     if job.overlap is not None:
-        summary["evaluated_in_training"] = {"found": job.overlap.found, "looked_at": job.overlap.looked_at}
+        summary["evaluated_in_training"] = {"found": job.overlap.found, "compared": job.overlap.compared}
     if job.conflict is not None:
-        summary["trained_in_two_classes"] = {"found": job.conflict.found, "looked_at": job.conflict.looked_at}
+        summary["trained_in_two_classes"] = {"found": job.conflict.found, "compared": job.conflict.compared}
     if job.flip_trial is not None:
         summary["mirror"] = job.flip_trial.describe() | {"taken": job.flips != "off"}
     if job.budget.seconds is not None:
@@ -272,7 +275,7 @@ def conclude(job: Job) -> dict[str, Any]:
 
 
 def tell_end(job: Job, summary: dict[str, Any]) -> None:
-    """Log what the run has come to, and how to use it."""
+    """Log the result of the run and the command that uses it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"
     shown = in_words(named_in(summary, part="test")) if job.task.is_examined else shown
@@ -281,7 +284,7 @@ def tell_end(job: Job, summary: dict[str, Any]) -> None:
 
 
 def export(job: Job, *, digest: str) -> None:
-    """Write each trained model, as it is or was best, as a state_dict, with its card. Collective."""
+    """Write each model, final or best, as a state_dict with its card. Collective."""
     kept = job.best if job.config.run.keep == "best" else {}
     opened = job.opened.chain.model
     reads_mirrored = isinstance(opened, MultiLevelClassifier) and opened.reads_mirrored

@@ -1,4 +1,4 @@
-"""What a verb works on, made ready: the model, the samples that it sees, and its strategy."""
+"""Open the part of a run that a verb works on: the model, the training samples and the strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.config.sections import HeadConfig, ModelConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
 from hvfreeze.data.decoding import Images
@@ -22,10 +21,12 @@ from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.heads.probe import HeldOut, Probe, seen_by
+from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.segments import work_of
+from hvfreeze.model.settings import ModelConfig
 from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
 from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
 from hvfreeze.strategies.opening import open_strategy
@@ -35,30 +36,30 @@ from hvfreeze.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What a model is built from, beside the number of its classes."""
+    """The settings that a model is built from."""
 
     model: ModelConfig
     image_shape: tuple[int, ...]
-    """(C, H, W) of the images that the model sees, or (T,) of a text's windows."""
+    """Shape of the model's input: (C, H, W) for images, (T,) for windows of text."""
     classes: int
-    """Of the data set; a strategy may want the same model for others."""
+    """Number of classes of the dataset; a strategy may build the model with another number."""
     head: str = "last"
-    """--head."""
+    """Value of --head."""
 
     @classmethod
     def of(cls, model: ModelConfig, corpus: Corpus, *, image_size: int | None, head: str = "last") -> Blueprint:
-        """Return the blueprint of a model for the images of `corpus`, resized to `image_size` where that is given."""
+        """Return the blueprint of a model for the images of `corpus`, resized to `image_size` if that is given."""
         shape = seen_shape(corpus.train.image_shape, image_size)
         return cls(model=model, image_shape=shape, classes=len(corpus.train.classes), head=head)
 
     def build(self, classes: int) -> tuple[Chain, list[str]]:
-        """Return the model in blocks, for channels_last images, and what the user should know.
+        """Build the model in blocks for channels_last images, and return it with notes.
 
-        What starts at random comes from torch's generator, whose state the caller decides.
+        Random weights come from torch's generator, which the caller seeds.
 
         Raises:
             UsageError: the settings do not fit the model.
-            RefusedError: the weights cannot be read, or are another model's.
+            RefusedError: the weights are unreadable or belong to another model.
         """
         settings = self.model
         built = build_model(
@@ -70,7 +71,7 @@ class Blueprint:
             head=self.head,
         )
         built = set_memory_formats(built, self.image_shape)
-        # What torchvision does is known; any other model is compared with its own forward pass.
+        # torchvision's models are known; other models are compared with their own forward pass.
         other = ":" in settings.model
         example = self.example() if other else None
         chain = built.in_blocks(scheme=settings.blocks, example=example)
@@ -82,104 +83,104 @@ class Blueprint:
 
     @torch.no_grad()
     def check_outputs(self, chain: Chain, example: Tensor, *, classes: int) -> None:
-        """Raise UsageError unless a classifier that is not torchvision's gives a logit for each class."""
-        # A text's logits are (N, classes, T), and a multi-level head takes the place of the model's own.
+        """Raise UsageError unless a model that is not torchvision's returns one logit per class."""
+        # Logits of text are (N, classes, T), and a multi-level head replaces the model's own.
         if len(self.image_shape) == 1 or self.head == "multi-level":
             return
         with state_kept(chain.model), in_evaluation(chain.model):
             shape = tuple(chain(example).shape)
         if shape != (len(example), classes):
             raise UsageError(
-                f"--model ({self.model.model}) gives a tensor of shape {shape} for {len(example)} images, and must "
-                f"give {(len(example), classes)}, a logit for each class; give its last layer as many outputs as "
-                "num_classes, which the function is called with"
+                f"--model ({self.model.model}) returns a tensor of shape {shape} for {len(example)} "
+                f"images instead of {(len(example), classes)}, one logit per class; give its last "
+                f"layer num_classes outputs, the argument of the function"
             )
 
     def example(self) -> Tensor:
-        """Return two samples as the model sees them, at random but always the same."""
+        """Return two random, reproducible samples as model input."""
         shape, generator = (2, *self.image_shape), torch.Generator().manual_seed(0)
         if len(self.image_shape) == 1:
             return torch.randint(self.classes, shape, generator=generator)
         return torch.rand(shape, generator=generator)
 
     def build_from(self, seed: int) -> tuple[Chain, list[str]]:
-        """Return what `build` does for the data set's classes; torch's generator starts at `seed` and has moved on."""
+        """Seed torch's generator with `seed` and build the model for the dataset's classes."""
         torch.manual_seed(seed)
         return self.build(self.classes)
 
 
 HELD_OUT = 0.1
-"""Part of the training samples that choose a fitted head's penalty and judge a fine-tuned model."""
+"""Share of the training samples that choose a fitted head's penalty and score a fine-tuned model."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Settings, and which samples they see: a verb works on one part at a time."""
+    """Settings and samples of a verb; a run works on one part at a time."""
 
     settings: Config
     holds_out: bool = False
-    """Whether held-out samples are left out of training."""
+    """Whether training excludes the held-out samples."""
 
     @property
     def solves(self) -> bool:
-        """Whether the head is fitted, and nothing trained."""
+        """Whether the head is fitted, without training."""
         return self.settings.head.solved
 
 
 @dataclass(eq=False)
 class Opened:
-    """A part that is open."""
+    """An open part."""
 
     part: Part
     model: OpenModel
     feed: TrainFeed
     chain: Chain
     length: Length
-    """What the strategy knows of how long it trains."""
+    """Length of the training, for the strategy."""
     steps: int = 0
-    """Optimizer steps that are to be made."""
+    """Number of optimizer steps to make."""
     first_step: int = 0
-    """Steps of the run before them."""
+    """Steps of the run before the part."""
     first_epoch: int = 0
-    """Epochs of the run before them."""
+    """Epochs of the run before the part."""
     is_used: bool = False
-    """Whether a verb has begun to work on it."""
+    """Whether a verb has used the part."""
 
     @property
     def strategy(self) -> Strategy:
-        """What trains the model."""
+        """Strategy that trains the model."""
         return cast(Strategy, self.model)
 
     @property
     def fitted(self) -> FittedHead:
-        """What fits the head."""
+        """Strategy that fits the head."""
         assert isinstance(self.model, FittedHead), "no head is fitted in this part"
         return self.model
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch."""
+        """Optimizer steps per epoch."""
         return self.part.settings.optimizer.steps_per_epoch(self.feed.plan.batches_per_epoch)
 
     @property
     def epochs(self) -> int:
-        """Epochs, the last perhaps cut short."""
+        """Number of epochs, counting a partial last one."""
         return -(-self.steps // self.steps_per_epoch)
 
     def plan(self, steps: int) -> None:
-        """Let the training last so many steps; the strategy learns of it. Equal on all ranks."""
+        """Set the number of steps, equal on all ranks, and tell the strategy."""
         self.steps, self.length.epochs = steps, max(1, -(-steps // self.steps_per_epoch))
 
 
 @dataclass(frozen=True, eq=False)
 class Factory:
-    """Opens the parts of one run, one at a time.
+    """Opens the parts of a run, one at a time.
 
     Attributes:
-        context: of the run; the chain is the model's own, the feed that of all samples.
-        blueprint: what the chain was built from.
-        trainable: the parameters that no one had frozen when the run began; the others stay as they are in all parts.
-        asked_flips: --flips.
+        context: the run's model, with the feed of all training samples.
+        blueprint: the settings of the model.
+        trainable: the parameters that were trainable at the start of the run; the others stay frozen in all parts.
+        asked_flips: value of --flips.
     """
 
     context: BuildContext
@@ -188,7 +189,7 @@ class Factory:
     asked_flips: str = "auto"
 
     def open(self, part: Part) -> Opened:
-        """Open a part; what another one has frozen trains again. Collective.
+        """Open a part, after unfreezing blocks that another part froze. Collective.
 
         Raises:
             UsageError: the settings do not fit the model or the world; on all ranks.
@@ -206,11 +207,11 @@ class Factory:
         return opened
 
     def rows(self, config: Config) -> int:
-        """Return how many views of samples a head is fitted to, on all ranks."""
+        """Return the number of rows that a head is fitted to, over all ranks."""
         return self.context.feed.plan.samples * max(1, self.augment(config).num_views)
 
     def chain(self, settings: Config) -> Chain:
-        """Return the chain that a part works on."""
+        """Return the model of a part, in blocks."""
         chain, head = self.context.chain, settings.head
         if not head.solved:
             return chain
@@ -224,26 +225,26 @@ class Factory:
         )
 
     def feed(self, part: Part) -> TrainFeed:
-        """Return the samples that a part sees."""
+        """Return the training samples of a part."""
         feed, settings = self.context.feed, part.settings
         without = feed.held_out(HELD_OUT) if part.holds_out else None
         feed = feed.shown(self.augment(settings), mirrors=self.mirrors(settings), without=without)
         return replace(feed, plan=feed.plan.in_batches(settings.optimizer.batch_size))
 
     def augment(self, config: Config) -> Augment:
-        """Return the views that the settings ask for."""
-        return augment_of(config.data, solved=config.head.solved, mirrors=self.mirrors(config))
+        """Return the augmentation of the settings."""
+        return augment_of(config.data, fits_head=config.head.solved, mirrors=self.mirrors(config))
 
     def mirrors(self, config: Config) -> bool:
-        """Tell whether the settings ask for flips of these samples."""
+        """Return True if the settings flip these samples."""
         return config.data.mirrors(self.context.corpus.train.flips)
 
     def reads_mirrored(self, config: Config) -> bool:
-        """Tell whether a head that is fitted with the settings averages an image with its flip."""
+        """Return True if a head fitted with the settings averages over flips."""
         return self.mirrors(config) and config.data.flips == "mean"
 
     def check_held_out(self, head_fit: str) -> None:
-        """Raise UsageError where there are too few samples to choose a penalty by."""
+        """Raise UsageError if there are too few samples to choose a penalty."""
         feed = self.context.feed
         try:
             feed.held_out(HELD_OUT)
@@ -251,18 +252,18 @@ class Factory:
             fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
             raise UsageError(
                 f"--head-fit ({head_fit}, as in hvfreeze auto) cannot choose a penalty from "
-                f"{plural(feed.plan.samples, 'training sample')}: a tenth of them, but never a class's only one, is "
-                f"held out for that, and here that is none; give {fewest} or more, two of a class among them, or "
-                "pass --head-fit sgd and another --freeze"
+                f"{plural(feed.plan.samples, 'training sample')}: it holds out a tenth of them, but "
+                f"not the only sample of a class, and here that is none; use {fewest} or more, "
+                f"with two of a class, or --head-fit sgd with another --freeze"
             ) from error
 
     def held_out(self, solving: Config) -> HeldOut:
-        """Return this replica's held-out samples, in the views that a head is fitted to."""
+        """Return this replica's held-out samples, in the views for fitting a head."""
         feed = self.feed(Part(solving))
         return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
 
     def probe(self, solving: Config, tuning: Config) -> Probe:
-        """Return what probes how good the features are, before and after a tuning with these settings."""
+        """Return the probe of the features for settings of fitting and of fine-tuning."""
         feed = self.feed(Part(solving))
         assert isinstance(feed.images, Images), "a text has no head to fit"
         seen = seen_by(feed.plan.samples)
@@ -281,7 +282,7 @@ class Factory:
         )
 
     def can_hold_out(self) -> bool:
-        """Tell whether the network ends in a linear layer, and samples that are not held out fill a batch."""
+        """Return True if the network ends in a linear layer and the samples that are not held out fill a batch."""
         feed = self.context.feed
         try:
             before_last_layer(self.context.chain)
@@ -290,9 +291,9 @@ class Factory:
             return False
 
     def with_affordable_flips(self, settings: Config) -> Config:
-        """Return the settings; with rows too many to be compared with each other, a head averages images with flips.
+        """Return the settings, with a head that averages over flips if there are too many rows for all kernel values.
 
-        Unless --flips says otherwise: with the same number of comparisons, more samples tell more than their flips do.
+        --flips overrides this. At the same cost, more samples help more than separate rows for flips.
         """
         many = settings.head.head_fit == "kernel" and settings.head.centres is None
         if self.asked_flips != "auto" or not (many and self.mirrors(settings)):
@@ -301,9 +302,9 @@ class Factory:
         return replace(settings, data=replace(settings.data, flips="mean")) if rows > ALL_COMPARED else settings
 
     def work(self, settings: Config, *, cut: int, evaluated: int) -> Work:
-        """Return the table of work of a run, whose head is fitted with these settings, and tuned behind `cut`.
+        """Return the work per verb of a run that fits a head with these settings and trains the blocks after `cut`.
 
-        `evaluated` are the samples of this replica's evaluations.
+        `evaluated` is the number of samples that this replica evaluates.
 
         Raises:
             UsageError: --cut is deeper than the model.
@@ -332,7 +333,7 @@ class Factory:
 
 
 def features_of(chain: Chain, settings: HeadConfig, example: Tensor) -> int:
-    """Return how many features of an image a fitted head takes; of `example`, (1, ...), only the shape counts."""
+    """Return the number of features of an image for a fitted head; `example`, (1, ...), gives the shape alone."""
     if settings.head != "multi-level":
         return before_last_layer(chain)[1].in_features
     with in_evaluation(chain.model), torch.no_grad():

@@ -1,16 +1,18 @@
-"""The settings that verbs are called with, made from the run's."""
+"""Derive the settings of verbs from the run's settings."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from hvfreeze.config.sections import AUTO, AUTO_DEFAULTS, HeadConfig, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config
+from hvfreeze.freezing.settings import AUTO
+from hvfreeze.heads.settings import HeadConfig
+from hvfreeze.training.settings import AUTO_DEFAULTS, OptimizerConfig
 
 
 def solving(config: Config) -> Config:
-    """Return the settings with which the head is fitted: fixed views for fresh draws, no pairs, no groups."""
+    """Return the settings for fitting the head: fixed views instead of fresh ones, no mixing, no parameter groups."""
     criterion, cut = SOLVED
     config = with_adamw(config)
     data = config.data if config.data.cacheable() else replace(config.data, augment="none", recipe="crop")
@@ -23,13 +25,13 @@ def solving(config: Config) -> Config:
 
 
 def tuning(config: Config) -> Config:
-    """Return the settings with which the model is fine-tuned, under its own last layer."""
+    """Return the settings for fine-tuning the model with its own last layer."""
     config, cut = with_adamw(config), config.freeze.cut or 0
     freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
     pretrained = config.model.weights != "none"
     return replace(
         config,
-        # Blocks that learn see flips one by one.
+        # Training sees flips as separate samples.
         data=replace(config.data, flips="on") if config.data.flips == "mean" else config.data,
         head=HeadConfig(),
         freeze=replace(
@@ -37,7 +39,7 @@ def tuning(config: Config) -> Config:
             freeze=freeze,
             cut=cut or None,
             auto_without="none",
-            # Statistics of this task's batches would spoil features whose weights were trained with others.
+            # Batch statistics of this task would degrade features of pretrained weights.
             statistics="kept" if pretrained and config.freeze.statistics == AUTO else config.freeze.statistics,
         ),
         cache=config.cache if config.data.cacheable() else replace(config.cache, cache="off"),
@@ -45,13 +47,13 @@ def tuning(config: Config) -> Config:
 
 
 def with_adamw(config: Config) -> Config:
-    """Return the settings with AdamW where --optimizer leaves that open; with it a small rate, which stands already."""
+    """Return the settings with AdamW, if --optimizer does not choose; the settings already have its small rate."""
     settings = config.optimizer
     return replace(config, optimizer=replace(settings, optimizer="adamw")) if settings.optimizer == AUTO else config
 
 
 def with_sgd(config: Config, rate: float) -> Config:
-    """Return the settings with SGD and each batch's statistics where --optimizer leaves that open."""
+    """Return the settings with SGD and batch statistics, if --optimizer does not choose."""
     settings, freeze = config.optimizer, config.freeze
     if settings.optimizer != AUTO:
         return config
@@ -62,7 +64,7 @@ def with_sgd(config: Config, rate: float) -> Config:
 
 
 def for_trial(config: Config, *, warmup: int) -> Config:
-    """Return the settings of a trial: half batches, for steps count and not samples; no decay, for it is continued."""
+    """Return the settings of a trial: half batches, as steps matter more than samples, and no decay."""
     settings = config.optimizer
     schedule = "constant" if settings.schedule == "cosine" else settings.schedule
     batch = max(2, settings.batch_size // 2)
@@ -71,19 +73,19 @@ def for_trial(config: Config, *, warmup: int) -> Config:
 
 
 def for_round(config: Config, batch: int, *, rate: float, warmup: int) -> Config:
-    """Return the settings of a round in batches of this size, at `rate` times the rate."""
+    """Return the settings of a round with this batch size and `rate` times the learning rate."""
     settings = config.optimizer
     lasting = replace(settings, batch_size=batch, lr=rate * settings.lr, lr_warmup=settings.lr_warmup or warmup)
     return replace(config, optimizer=lasting)
 
 
 def with_flips(config: Config, found: str | None) -> Config:
-    """Return the settings with what was found out about horizontal flips, on or off, where --flips leaves it open."""
+    """Return the settings with the result of the flip trial, on or off, if --flips does not choose."""
     if found is None or config.data.flips != "auto":
         return config
     return replace(config, data=replace(config.data, flips=found))
 
 
 def default(leaf: str) -> Any:
-    """Return what a setting is in hvfreeze auto where it is not given."""
+    """Return the default of a setting in hvfreeze auto."""
     return AUTO_DEFAULTS[leaf]

@@ -1,7 +1,7 @@
-"""What a recipe can ask of a run. Each verb is a collective and returns a value that is equal on all ranks.
+"""The verbs of recipes. Each verb is a collective and returns a value that is equal on all ranks.
 
-The journal records the value of each verb that has ended. A run that is resumed calls its recipe again: recorded verbs
-return at once, the one that was under way continues. So a recipe decides by nothing but the settings and these values.
+The journal records the value of each finished verb. A resumed run calls its recipe again: recorded verbs return at
+once, and the interrupted verb continues. So a recipe must decide by the settings and these values alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvfreeze.config.rules import MOST_VIEWS
 from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
+from hvfreeze.data.settings import MOST_VIEWS
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.moments import FeaturesError
@@ -34,37 +34,38 @@ from hvfreeze.training.checkpoint import save_at_end
 from hvfreeze.training.evaluation import Kept, Score, Totals, judged, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, Part
+from hvfreeze.wording import plural
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` returns."""
+    """The result of `tune`."""
 
     steps: int
     epochs: int
     is_finite: bool
-    """False where NaN or Inf ended it early."""
+    """False if NaN or Inf ended training early."""
 
 
 class Run:
     """The verbs of a run.
 
     Attributes:
-        job: what they work on.
-        budget: what is left to spend.
-        settings: the run's.
+        job: the state of the run.
+        budget: the budget of the run.
+        settings: the settings of the run.
     """
 
     def __init__(self, job: Job) -> None:
         self.job, self.budget, self.settings = job, job.budget, job.settings
         self._probe: Probe | None = None
         self._last: Part | None = None
-        """What the last verb that was recalled had open."""
+        """The part that the last recalled verb had open."""
         self._recalls = False
         self._thresholds: dict[str, tuple[float, ...]] = {}
-        """That held-out samples have chosen for the last head, the network and its snapshots."""
+        """Thresholds chosen by held-out samples for the last head, the network and its snapshots."""
 
     def tune(
         self,
@@ -77,16 +78,16 @@ class Run:
         zeroes_last_layer: bool = False,
         may_fail: bool = False,
     ) -> Tuned:
-        """Train the model by optimizer steps with one schedule; votes, cache and checkpoints happen inside.
+        """Train the model with one learning-rate schedule, including votes, cache and checkpoints.
 
         Args:
-            settings: of the optimizer, the views, the votes and the strategy.
-            epochs: how many to make; the run ends with them. A resumed run may make more.
-            steps: or how many steps,
-            work: or as many as this much work takes; with a time budget, clocks choose them as they are made.
-            holds_out: whether held-out samples are left out.
+            settings: optimizer, augmentation, votes and strategy.
+            epochs: number of epochs; the run ends with them, and a resumed run may add more.
+            steps: number of steps, instead of epochs.
+            work: work of all steps, instead of epochs; with a time budget, the clock chooses the number of steps.
+            holds_out: whether to exclude held-out samples.
             zeroes_last_layer: whether the model's own last layer starts with zeros.
-            may_fail: whether NaN or Inf end the tuning alone, not the run.
+            may_fail: whether NaN or Inf end the verb instead of the run.
         """
         part, job = Part(settings, holds_out), self.job
         fixed = {} if epochs else {**self._named(settings), "steps": steps, "work": work, "zeroed": zeroes_last_layer}
@@ -123,12 +124,12 @@ class Run:
         return found if isinstance(found, Tuned) else Tuned(**found)
 
     def solve(self, settings: Config, *, is_tuned: bool = False) -> Score:
-        """Fit the head to the features of all samples; return its loss and accuracy on held-out ones.
+        """Fit the head to the features of all samples; return its held-out score.
 
-        They are those of a head that was fitted to all other samples; then the head is fitted to all.
+        The score is that of a head fitted without the held-out samples; the head is then fitted to all samples.
 
         Args:
-            settings: of the head and the views.
+            settings: head and augmentation.
             is_tuned: whether the network was trained on the samples that are not held out.
         """
         part = Part(settings)
@@ -139,7 +140,7 @@ class Run:
             fit = fit_head(self.job, is_tuned=is_tuned)
             chosen = fit.chosen
             found = score_of(chosen, self.job.task) if chosen else Score(math.nan, math.nan)
-            # A head that has not converged is worse than its loss.
+            # A head that has not converged is worse than its loss suggests.
             score = found if fit.converged else Score(math.inf, found.accuracy, thresholds=found.thresholds)
             trained = reduce(self.job.totals, self.job.opened.model.models, self.job.world, name="train")
             self.job.totals = {}
@@ -157,12 +158,12 @@ class Run:
         return score
 
     def probe(self, solving: Config, tuning: Config, *, is_tuned: bool = True) -> float:
-        """Return the held-out loss of a small head on the features of some samples; infinite where one is not finite.
+        """Return the held-out loss of a small head on the features of a subset of samples; infinite for NaN or Inf.
 
         Args:
-            solving: the settings by which a head is fitted.
-            tuning: the settings by which the model is tuned: they tell the samples, and whose statistics BatchNorm has.
-            is_tuned: whether it was tuned already.
+            solving: settings for fitting a head.
+            tuning: settings for fine-tuning, which determine the samples and the BatchNorm statistics.
+            is_tuned: whether the model is already fine-tuned.
         """
 
         def make(_: bool) -> float:
@@ -178,7 +179,7 @@ class Run:
         return float(self._do("probe", arguments, make, work=lambda _: self.budget.work.probe, pack=float))
 
     def fit_last_layer(self, solving: Config, tuning: Config) -> None:
-        """Fit the model's own last layer to some samples: a random one would spoil the blocks below it."""
+        """Fit the model's own last layer to a subset of samples; a random one would degrade the blocks below it."""
 
         def make(_: bool) -> None:
             with self.job.clock.within("optimizer"):
@@ -187,14 +188,14 @@ class Run:
         self._do("fit_last_layer", {}, make, work=lambda _: self.budget.work.probe)
 
     def held_out(self, solving: Config) -> Score:
-        """Return the model's loss and accuracy on held-out samples, under its own last layer."""
+        """Return the held-out score of the model with its own last layer."""
 
         def make(_: bool) -> Score:
             with self.job.clock.within("optimizer"):
                 score = score_held_out(self.job, solving)
             found: dict[str, Any] = {f"held_out_{name}": value for name, value in score.plain().items()}
             self._record("held_out", **found)
-            # A loss that is not finite is worse than any other.
+            # A loss of NaN or Inf is the worst.
             return score if math.isfinite(score.loss) else Score(math.inf, score.accuracy)
 
         found = self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out, pack=packed)
@@ -203,7 +204,7 @@ class Run:
         return score
 
     def snapshot(self, name: str) -> None:
-        """Keep the model's state in memory, in place of an earlier one of that name."""
+        """Save the model's state in memory, replacing an earlier snapshot of that name."""
 
         def make(_: bool) -> None:
             state = self.job.factory.context.chain.model.state_dict()
@@ -213,7 +214,7 @@ class Run:
         self._thresholds[name] = self._thresholds.get("network", ())
 
     def restore(self, name: str) -> None:
-        """Give the model the state of a snapshot."""
+        """Restore the model's state from a snapshot."""
 
         def make(_: bool) -> None:
             with torch.no_grad():
@@ -223,9 +224,9 @@ class Run:
         self._thresholds["network"] = self._thresholds[name]
 
     def finish_with(self, settings: Config | None = None) -> None:
-        """Evaluate the model that the run ends with: that of the last verb, or with `settings` the network itself.
+        """Evaluate the final model: that of the last verb, or with `settings` the network with its own last layer.
 
-        The network then has its own last layer, as after `tune` or `restore`.
+        The network must have its own last layer, as after `tune` or `restore`.
         """
         part = None if settings is None else Part(settings)
         self.job.thresholds = self._thresholds.get("head" if part is None else "network", ())
@@ -245,12 +246,12 @@ class Run:
         self._do("finish", {"network": part is not None}, make, work=lambda _: evaluated, part=part, is_last=True)
 
     def say(self, text: str) -> None:
-        """Log a line, once: not where the verb before it is recalled."""
+        """Log a line once: not after a recalled verb."""
         if not self._recalls:
             self.job.logger.info(text + (self.job.beside_majority if "accuracy" in text else ""))
 
     def load(self) -> None:
-        """Load the checkpoint that the run resumes from, where every verb was recalled. Collective."""
+        """Load the checkpoint that the run resumes from, if all verbs were recalled. Collective."""
         self._load(self._last)
 
     def _do(
@@ -264,7 +265,7 @@ class Run:
         pack: Callable[[Any], Any] = lambda value: value,
         is_last: bool = False,
     ) -> Any:
-        """Return what the journal has of a verb, or `make` it: then record its value, `pack` makes it plain."""
+        """Return a verb's recorded value, or run `make` and record its value, converted by `pack`."""
         job = self.job
         entry = job.journal.recall(verb, arguments)
         self._recalls = entry is not None
@@ -282,7 +283,7 @@ class Run:
         return value
 
     def _load(self, part: Part | None) -> None:
-        """Load the checkpoint that the run resumes from into the part that was open then. Collective."""
+        """Load the checkpoint that the run resumes from into the part that was open. Collective."""
         load, self.job.waiting = self.job.waiting, None
         if load is None:
             return
@@ -297,7 +298,7 @@ class Run:
         return self._probe
 
     def _named(self, settings: Config) -> dict[str, Any]:
-        """Return the settings that are not the run's own, by flag."""
+        """Return the settings that differ from the run's, by flag."""
         ours, theirs = settings_of(self.settings), settings_of(settings)
         return {name: value for name, value in theirs.items() if value != ours[name]}
 
@@ -309,7 +310,7 @@ class Run:
 
 
 def score_of(trial: PenaltyTrial, task: Task) -> Score:
-    """Return what held-out samples say of a head."""
+    """Return the held-out score of a head."""
     found, metrics = Score(trial.held_out_loss, trial.held_out_accuracy), trial.metrics
     if metrics is None:
         return found
@@ -319,13 +320,13 @@ def score_of(trial: PenaltyTrial, task: Task) -> Score:
 
 
 def packed(score: Score) -> list[Any]:
-    """Return a score as plain values."""
+    """Convert a score to plain values."""
     more = [] if score.metrics is None else [score.metrics, score.decides, list(score.thresholds)]
     return [score.loss, score.accuracy, *more]
 
 
 def unpacked(found: Sequence[Any]) -> Score:
-    """Return the score that `packed` wrote, or a score."""
+    """Convert the plain values of `packed` to a score; a score is returned unchanged."""
     if isinstance(found, Score):
         return found
     loss, accuracy, *more = found
@@ -334,7 +335,7 @@ def unpacked(found: Sequence[Any]) -> Score:
 
 
 def fit_head(job: Job, *, is_tuned: bool) -> Solution:
-    """Fit the head of the open part; leave where some rank is asked to. Collective."""
+    """Fit the head of the open part; leave the run if a signal asks for it. Collective."""
     sampled, others = job.feed.sampled_views()
     batches, passes = [*(sampled or ()), *others], itertools.count(1)
     total = max(1, sum(batch.counted for batch in batches))
@@ -360,15 +361,15 @@ def fit_head(job: Job, *, is_tuned: bool) -> Solution:
         tell_fit(job, fit)
     if fit.left_out:
         job.logger.info(
-            f"note: nothing was fitted to {len(fit.left_out)} of the samples, whose features lie far from all others': "
-            f"{job.names(fit.left_out)}"
+            f"warning: the head ignores {plural(len(fit.left_out), 'sample')}, whose features are far "
+            f"from all others: {job.names(fit.left_out)}"
         )
     return fit
 
 
 def tell_fit(job: Job, fit: Solution) -> None:
-    """Log how a head was fitted. Not a collective."""
-    reached = "" if fit.converged else f"; not converged, off by {100 * fit.error:.0f} % at most"
+    """Log a fit of the head. Not a collective."""
+    reached = "" if fit.converged else f"; not converged, error at most {100 * fit.error:.0f} %"
     centres = "" if fit.compared_with in (None, fit.rows) else f", {fit.compared_with} centres"
     held_out = fit.chosen
     judged = ""
@@ -382,7 +383,7 @@ def tell_fit(job: Job, fit: Solution) -> None:
 
 
 def zero_last_layer(job: Job) -> None:
-    """Let the model's own last layer start with zeros."""
+    """Set the model's own last layer to zeros."""
     _, layer = before_last_layer(job.opened.chain)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -390,7 +391,7 @@ def zero_last_layer(job: Job) -> None:
 
 
 def score_held_out(job: Job, solving: Config) -> Score:
-    """Return the model's means over all ranks' held-out samples, in the views of a fitted head. Collective."""
+    """Return the model's score on all ranks' held-out samples, in the views for fitting a head. Collective."""
     held, context, totals = job.factory.held_out(solving), job.factory.context, Totals()
     chain, task, kept = context.chain, context.corpus.task, list[Kept]()
     announce(held.images, held.batches)

@@ -39,7 +39,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     asked_early = train(2, "0:-3:leave,1:-1:leave", folder)
     assert asked_early.returncode == 75, str(asked_early)
-    assert "stopped after step 1 of 12; go on with --resume" in only_message(asked_early)
+    assert "stopped after step 1 of 12; continue with --resume" in only_message(asked_early)
     assert checkpoints(folder, size=2) == [1]
 
     killed = train(2, "1:6:kill", folder, "--resume")
@@ -107,11 +107,11 @@ def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked
         if fault != "-":
             assert found == [first, last]
             assert_goes_on_from(before, state_in(sorted((folder / "checkpoints").iterdir())[0]))
-        told.append(f"step {before['step']} of {before['steps_per_epoch']} an epoch became {first} of")
+        told.append(f"step {before['step']} ({before['steps_per_epoch']} per epoch) became {first} (")
         assert "note: changed since the run started: ranks: " in result.stdout, str(result)
     changes = [change for resumed in summary(folder)["resumed"] for change in resumed["changed"]]
     assert [change.partition(";")[0] for change in changes] == [
-        f"ranks: {there} there, {here} here" for there, here in ((2, 3), (3, 1), (1, 2))
+        f"ranks: {there} before, {here} now" for there, here in ((2, 3), (3, 1), (1, 2))
     ]
     assert all(where in change for where, change in zip(told, changes, strict=True)), changes
     assert json.loads((folder / "environment.json").read_text())["resumed"] == summary(folder)["resumed"]

@@ -49,7 +49,7 @@ def test_a_data_set_of_hugging_face_trains_and_its_errors_are_said_once(
     train, home = ["train", *SMALL, "--run-dir"], str(tmp_path / "home")
     kind = ["--data", f"hf:{photos}", "--label-column", "kind"]
     result = standing.hvfreeze(size, *train, str(run_dir), *kind, HF_HOME=home)
-    refused(result, 2, "--label-column (kind) is no column")
+    refused(result, 2, "--label-column (kind) is not a column")
     result = standing.hvfreeze(size, *train, str(run_dir), "--data", "hf:/gone", HF_HOME=home)
     refused(result, 3, "/gone does not exist")
     result = standing.hvfreeze(size, *train, str(tmp_path / "good"), "--data", f"hf:{photos}", HF_HOME=home)
@@ -61,6 +61,6 @@ def test_a_data_set_of_hugging_face_trains_and_its_errors_are_said_once(
 def test_a_table_that_cannot_be_used_is_refused_once(size: int, run_dir: Path, tmp_path: Path) -> None:
     table = table_of(save_photos(tmp_path / "photos"))
     train = ["train", *SMALL, "--data", str(table), "--run-dir", str(run_dir)]
-    refused(standing.hvfreeze(size, *train, "--label-column", "kind"), 2, "--label-column (kind) is no column of")
+    refused(standing.hvfreeze(size, *train, "--label-column", "kind"), 2, "--label-column (kind) is not a column of")
     table.write_text(table.read_text().replace("07.png,b", "07.png,"))
     refused(standing.hvfreeze(size, *train), 3, f"{table}, line", "column label: no label; fill it in")

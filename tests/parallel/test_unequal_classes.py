@@ -24,10 +24,10 @@ def test_ranks_count_classes_and_twins_together(size: int, tmp_path: Path) -> No
     command += ["--class-weights", "balanced", "--metric", "auroc"]
     result = hvfreeze(size, *command)
     assert result.returncode == 0, str(result)
-    assert result.stdout.count("of 25 training images, 2 have a twin in another class") == 1
-    assert result.stdout.count("classes are unequal: 76.0 % of the training samples are of class common") == 1
+    assert result.stdout.count("of 25 training images, 2 have a duplicate in another class") == 1
+    assert result.stdout.count("classes are imbalanced: 76.0 % of the training samples have class common") == 1
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["trained_in_two_classes"] == {"found": 2, "looked_at": 25}
+    assert summary["trained_in_two_classes"] == {"found": 2, "compared": 25}
     evaluated = hvfreeze(1, "evaluate", str(run), "--out", str(out))
     assert evaluated.returncode == 0, str(evaluated)
     found = json.loads((out / "evaluation.json").read_text())

@@ -16,8 +16,8 @@ def test_a_directory_that_holds_another_run_is_left_alone(finished: Path) -> Non
     before = contents(finished)
     refused(call("train", *SMALL, "--run-dir", str(finished)), 2, "--run-dir", str(finished), "--resume")
     again = ["train", *SMALL, "--run-dir", str(finished), "--resume"]
-    refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 there, 0.5 here")
-    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 there, 1 here")
+    refused(call(*again, "--lr", "0.5"), 3, str(finished), "lr: 0.1 before, 0.5 now")
+    refused(call(*again, "--seed", "1", "--epochs", "3"), 3, "seed: 0 before, 1 now")
     assert contents(finished) == before
 
 

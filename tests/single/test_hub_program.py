@@ -39,7 +39,7 @@ def test_a_run_on_a_saved_data_set_trains_resumes_and_is_evaluated(
     made = call("train", *flags, "--data", "hf:saved", "--cache", "on", "--run-dir", str(run))
     assert made.returncode == 0, str(made)
     assert "32 training images, 9 test images, 2 classes" in made.stdout
-    assert "of 9 images that accuracy is measured on, 1 is a training image too" in made.stdout
+    assert "of 9 evaluation images, 1 is also in the training set" in made.stdout
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = call("train", "--run-dir", str(run), "--resume", "--epochs", "2")
@@ -63,6 +63,6 @@ def test_what_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_path: Pat
     refused(call("auto", f"hf:{tmp_path / 'gone'}", *SMALL, "--run-dir", str(run_dir)), 3, "gone does not exist")
     name = saved(tmp_path)
     outcome = call("train", "--data", name, "--label-column", "kind", *SMALL, "--run-dir", str(run_dir))
-    refused(outcome, 2, "--label-column (kind) is no column of", "which has image, label")
+    refused(outcome, 2, "--label-column (kind) is not a column of", "which has image, label")
     refused(call("train", "--data", name, "--split-column", "part"), 2, "--split-column is unknown here")
     refused(call("train", "--data", "hf:"), 2, "--data (hf:) must be one of")

@@ -11,9 +11,11 @@ import pytest
 
 import hvfreeze
 from hvfreeze import Config, FreezeConfig
-from hvfreeze.config.sections import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.settings import ModelConfig
+from hvfreeze.training.settings import OptimizerConfig, RunConfig
 from tests.program import ROOT
 
 PROMISED = {
@@ -55,7 +57,7 @@ def test_listing_public_names_loads_nothing() -> None:
 
 def test_an_earlier_name_works_and_tells_where_it_is_now() -> None:
     for name in hvfreeze._EARLIER:
-        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will go .*: use ") as told:
+        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will be removed .*; use ") as told:
             found = getattr(hvfreeze, name)
         assert told[0].filename == __file__
         assert found.__name__ == {"load": "load_model", "open_world": "script_world"}.get(name, name)

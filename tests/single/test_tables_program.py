@@ -43,7 +43,7 @@ def test_a_run_on_a_table_trains_resumes_evaluates_and_predicts(
     made = call("train", *SMALL, "--data", "labels.csv", *COLUMNS, "--run-dir", str(run))
     assert made.returncode == 0, str(made)
     assert "32 training images, 9 test images, 2 classes" in made.stdout
-    assert "of 9 images that accuracy is measured on, 1 is a training image too" in made.stdout
+    assert "of 9 evaluation images, 1 is also in the training set" in made.stdout
     # From elsewhere: config.yaml has the table's whole path.
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -91,7 +91,7 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_p
         return call("train", *SMALL, "--data", str(table), "--run-dir", str(run_dir), *flags)
 
     refused(train(), 2, "no column named label", "--label-column")
-    refused(train("--label-column", "kind"), 2, "--label-column (kind) is no column of")
+    refused(train("--label-column", "kind"), 2, "--label-column (kind) is not a column of")
     refused(train(*COLUMNS, "--test-table", "test.txt"), 2, "--test-table (test.txt) must be a table")
     refused(train(*COLUMNS, "--test-table", "gone.csv"), 3, "gone.csv does not exist")
     table.write_text(table.read_text().replace("07.png,light", "07.png,"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hvfreeze.config.rules import choice, rule
-from hvfreeze.config.section import CutConfig, Parts, Refusal, setting
-from hvfreeze.config.sections import VOTE_WEIGHTS
+from hvfreeze.freezing.settings import VOTE_WEIGHTS
+from hvfreeze.rules import choice, rule
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 
@@ -74,9 +75,11 @@ class GridConfig(CutConfig):
             ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
         ]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of the pipeline have no effect if the model is not cut."""
         if ranks == 1 and leaf != "micro_batches":
             return "there is only one rank"
         whole = self.ranks_per_replica(ranks) == 1
-        return "--parts is 1" if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal") else None
+        if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal"):
+            return "--parts is 1"
+        return "no block is frozen" if leaf == "redeal" and self.redeals and not freezes else None

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvfreeze.config.section import Count, CutConfig, Parts, Positive, Refusal, setting
+from hvfreeze.section import Count, Positive, setting
+from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,6 @@ class LocalCriticsConfig(CutConfig):
             ),
         ]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of critics have no effect with a single group."""
         return "--parts is 1" if self.parts == 1 and leaf != "parts" else None

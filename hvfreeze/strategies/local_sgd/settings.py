@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hvfreeze.config.rules import between
-from hvfreeze.config.section import Refusal, StrategyConfig, setting
+from hvfreeze.rules import between
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import Refusal, StrategyConfig
 
 Round = Annotated[int, between(1, 2**31 - 1)]
 

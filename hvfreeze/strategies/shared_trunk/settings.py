@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hvfreeze.config.rules import between, choice, rule
-from hvfreeze.config.section import Count, CutConfig, Refusal, setting
+from hvfreeze.rules import between, choice, rule
+from hvfreeze.section import Count, setting
+from hvfreeze.strategies.settings import CutConfig, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class SharedTrunkConfig(CutConfig):
         """Return True."""
         return True
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of a distributed trunk have no effect."""
         if leaf in ("labels", "cut_by", "cut_at") and self.trunk == "whole":
             return "every rank runs the whole trunk"

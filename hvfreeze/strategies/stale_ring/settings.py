@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hvfreeze.config.rules import choice, rule
-from hvfreeze.config.section import CutConfig, Parts, Refusal, Steps, setting
+from hvfreeze.rules import choice, rule
+from hvfreeze.section import Steps, setting
+from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 
@@ -73,6 +74,6 @@ class StaleRingConfig(CutConfig):
             ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
         ]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return None: one rank has two modules."""
         return None

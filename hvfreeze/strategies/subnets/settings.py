@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hvfreeze.config.rules import between, parse_mlp
-from hvfreeze.config.section import Refusal, StrategyConfig, setting
+from hvfreeze.heads.settings import parse_mlp
+from hvfreeze.rules import between
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import Refusal, StrategyConfig
 
 Round = Annotated[int, between(1, 2**31 - 1)]
 
@@ -53,6 +55,6 @@ class SubnetsConfig(StrategyConfig):
         """Return True if the MLP is the head of another model."""
         return self.has_trunk(config)
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return None: neurons are dealt on a single rank too."""
         return None

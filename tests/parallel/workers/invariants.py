@@ -16,16 +16,17 @@ from hvfreeze.comm import agreement, replica_sync
 from hvfreeze.comm.reducer import Observer, Reducer
 from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig, FreezeConfig
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import TURNED
 from hvfreeze.data.reading import ORIENTATION
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.training import build
 from tests.parallel.workers.checking import messages
@@ -184,7 +185,7 @@ def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) ->
         assert mine.identity() == theirs.identity() and mine.classes == theirs.classes
         assert (mine.decode(3) == theirs.decode(3)).all() and torch.equal(mine.labels, theirs.labels)
     assert f"5 of {12 * world.size} train {TURNED}" in corpus.notes
-    feed, evaluated = open_feeds(corpus, data, seed=0, replica=world.rank, budget_bytes=10**9, solved=False)
+    feed, evaluated = open_feeds(corpus, data, seed=0, replica=world.rank, budget_bytes=10**9, fits_head=False)
     content = build.content_of(world, corpus, feed, evaluated)
     for part, image_set in (("train", alone.train), ("test", alone.test)):
         whole = MemoryPixels(image_set, image_set.ids, workers=1).content(image_set.ids)

@@ -161,7 +161,7 @@ def test_runs_of_another_configuration_are_refused_by_name(
 ) -> None:
     carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
     other = dataclasses.replace(SMOKE, lr=0.5, seeds=seeds)
-    with pytest.raises(RefusedError, match=r"runs.jsonl holds another run full-s0 \(lr: 0.02 there, 0.5 here\)"):
+    with pytest.raises(RefusedError, match=r"runs.jsonl holds another run full-s0 \(lr: 0.02 before, 0.5 now\)"):
         sweep.carry_out(adaptive.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
 
 

@@ -17,8 +17,8 @@ import torch
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
-from hvfreeze.config.sections import CacheConfig
 from hvfreeze.prefix.cache_decision import open_budget
+from hvfreeze.prefix.settings import CacheConfig
 from tests.parallel.mpirun import ROOT, environment
 from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, read, write_file
 

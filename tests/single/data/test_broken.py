@@ -45,11 +45,13 @@ def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> Non
         partial(load_pixels, part, np.arange(len(part)), budget_bytes=10**9, workers=2)
         for part in (splits.train, splits.test)
     ]
-    with pytest.raises(BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves out") as refusal:
+    with pytest.raises(
+        BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves these out"
+    ) as refusal:
         all_loaded(*loads)
     assert all(str(photos / name) in str(refusal.value) for name in BROKEN)
     with pytest.raises(
-        BrokenImagesError, match=r"^2 images .*02.png .*no plain file.*01.png is not an intact image .*; --skip-bad"
+        BrokenImagesError, match=r"^2 images .*02.png .*not a plain file.*01.png is not an intact image .*; --skip-bad"
     ):
         all_loaded(loads[1])
 

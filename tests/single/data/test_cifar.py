@@ -86,7 +86,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused_and_runs_nothing(tmp_path: P
     write_cifar10(tmp_path)
     victim = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     victim.write_bytes(pickle.dumps({"data": Probe(tmp_path / "run"), "labels": []}, protocol=2))
-    with pytest.raises(RefusedError, match=r"data_batch_3 .*asks for .*, which plain image data never needs"):
+    with pytest.raises(RefusedError, match=r"data_batch_3 .*refers to .*, which image data never needs"):
         open_data("cifar10", tmp_path)
     assert not (tmp_path / "run").exists()
     pickle.loads(victim.read_bytes())

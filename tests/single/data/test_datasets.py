@@ -194,8 +194,8 @@ def leave_two_images(root: Path) -> None:
     [
         (shutil.rmtree, "imagefolder", RefusedError, ["does not exist; name one with --data-dir"]),
         (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder; name one with --data-dir"]),
-        (keep_train_only, "imagefolder", RefusedError, ["train alone", "test/ or val/"]),
-        (keep_test_only, "imagefolder", RefusedError, ["test alone", "class folders only"]),
+        (keep_train_only, "imagefolder", RefusedError, ["train only", "test/ or val/"]),
+        (keep_test_only, "imagefolder", RefusedError, ["test only", "class folders only"]),
         (rename_a_class, "imagefolder", RefusedError, ["test/z is missing in", "train; add training images"]),
         (empty_a_class, "imagefolder", RefusedError, ["train/b holds no image", "remove the folder"]),
         (keep_one_class, "imagefolder", RefusedError, ["one class only (a)", "at least two"]),

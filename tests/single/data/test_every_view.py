@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.data import batches
 from hvfreeze.data.batches import TrainFeed, augment_of, deal, first_of, open_feeds, rows_at_once
 from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.settings import DataConfig
 
 REPLICAS, SAMPLES = 3, 50
 
@@ -126,5 +126,5 @@ def test_held_out_samples_are_the_same_for_all_replicas_and_a_part_of_each_class
 def test_a_solved_head_sees_every_sample_as_it_is_and_mirrored_where_that_is_wanted(
     augment: str, solved: bool, mirrors: bool, kind: str
 ) -> None:
-    found = augment_of(DataConfig(augment=augment), solved=solved, mirrors=mirrors)
+    found = augment_of(DataConfig(augment=augment), fits_head=solved, mirrors=mirrors)
     assert str(found) == kind

@@ -73,7 +73,7 @@ def test_squares_keep_as_many_pixels_as_the_images_have_of_what_they_show(tmp_pa
 def test_how_much_is_cut_off_is_told_for_images_that_lose_something() -> None:
     sizes = Sizes({(64, 256): 3, (64, 128): 1, (64, 64): 4})
     [note] = notes_on_crop(sizes, side=32, fit="crop")
-    assert "of 8 images looked at, 4 lose 69% of their area; --fit squash or --fit pad" in note
+    assert "of 8 images probed, 4 lose 69% of their area; use --fit squash or --fit pad" in note
     assert notes_on_crop(Sizes({(1000, 1001): 5}), side=32, fit="crop") == []
     assert notes_on_crop(sizes, side=None, fit="crop") == notes_on_crop(sizes, side=32, fit="pad") == []
 
@@ -90,7 +90,7 @@ def test_a_fit_is_part_of_the_identity_of_rows_and_a_crop_is_what_it_was(tmp_pat
 def test_a_run_says_what_it_cuts_off_and_is_told_how_not_to(tmp_path: Path) -> None:
     folder = save_banners(tmp_path / "data")
     cropped = call("train", *RUN.split(), "--data-dir", str(folder), "--run-dir", str(tmp_path / "crop"))
-    assert "of 32 images looked at, 32 lose 75% of their area" in cropped.stdout, str(cropped)
+    assert "of 32 images probed, 32 lose 75% of their area" in cropped.stdout, str(cropped)
 
 
 @pytest.mark.parametrize("fit", ["squash", "pad"])
@@ -115,7 +115,7 @@ def test_a_model_answers_for_images_made_to_fit_as_those_that_it_has_learned_fro
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fit pad", "--fit (pad) must be given together with --image-size"),
+        ("--fit pad", "--fit is unknown here: it belongs to --image-size"),
         ("--fit stretch --image-size 32", "--fit (stretch) must be one of crop, squash, pad"),
     ],
 )

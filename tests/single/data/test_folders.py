@@ -37,9 +37,7 @@ def test_paths_and_classes_are_sorted_as_bytes_and_other_files_passed_over(tmp_p
     listing = scan(tmp_path)
     assert listing.classes == ("a", "a-b", "b", "\u00e9")
     assert listing.labels().tolist() == [1, 0, 0, 0, 2, 2, 3]
-    assert listing.notes == (
-        f"{tmp_path}: 2 files are passed over, no images by their suffix: .txt (1), no suffix (1)",
-    )
+    assert listing.notes == (f"{tmp_path}: 2 files skipped, not images by their suffix: .txt (1), no suffix (1)",)
     assert listing.paths == (
         "a-b/1.png",
         "a/1.png",
@@ -61,8 +59,8 @@ def test_files_that_are_passed_over_are_counted_by_suffix_and_told(tmp_path: Pat
         (tmp_path / "train" / name).touch()
     train = tmp_path / "train"
     assert list_folders(tmp_path).notes == [
-        f"{train}: 5 files are passed over, no images by their suffix: .heic (3), .avif (1), .jfif (1)",
-        f"{train}: 1 image lies in no class folder and is passed over",
+        f"{train}: 5 files skipped, not images by their suffix: .heic (3), .avif (1), .jfif (1)",
+        f"{train}: 1 image outside class folders skipped",
     ]
     # Class folders alone: told once, although they make two splits.
     for number in range(1, 20):
@@ -165,7 +163,7 @@ def test_a_folder_behind_a_locked_one_is_refused_by_name(monkeypatch: pytest.Mon
 def test_val_and_test_without_train_are_not_taken_for_classes(tmp_path: Path) -> None:
     for name in ("val/a", "val/b", "test/a", "test/b"):
         write_image(tmp_path / name / "1.png")
-    with pytest.raises(RefusedError, match=r"holds val and test alone; it must hold train/"):
+    with pytest.raises(RefusedError, match=r"holds val and test only; it must hold train/"):
         find_splits(tmp_path)
 
 
@@ -175,7 +173,7 @@ def test_a_val_folder_beside_test_is_not_used_and_that_is_said(tmp_path: Path) -
     assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} serves as the test set"]
     for name in ("test/a", "test/b"):
         write_image(tmp_path / name / "1.png")
-    assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} is not used: accuracy is on {tmp_path / 'test'}"]
+    assert find_splits(tmp_path)[1] == [f"{tmp_path / 'val'} is not used: accuracy is measured on {tmp_path / 'test'}"]
 
 
 @pytest.mark.parametrize("link", ["train/a/loop", "train/loop"])
@@ -188,7 +186,7 @@ def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(tmp_path: Path, l
     if (link, target) == ("train/loop", "train/a"):
         assert "loop/0.png" in scan(tmp_path / "train").paths, "the same folder twice is no circle"
         return
-    with pytest.raises(RefusedError, match=r"is a link to .*, in which it lies itself; remove it"):
+    with pytest.raises(RefusedError, match=r"is a link to .*, a folder above it; remove it"):
         scan(tmp_path / "train")
 
 
@@ -251,8 +249,8 @@ def test_folders_beside_the_splits_are_told(tmp_path: Path) -> None:
     for name in ("Train/a", "Train/b", "Test/a", "Test/b", "seg_pred", "@eaDir/a"):
         write_image(tmp_path / name / "1.png")
     assert find_splits(tmp_path)[1] == [
-        f"{tmp_path}: folders beside the splits are passed over: seg_pred",
-        f"{tmp_path}: 1 system folder is passed over: @eaDir",
+        f"{tmp_path}: folders other than the splits are skipped: seg_pred",
+        f"{tmp_path}: 1 system folder skipped: @eaDir",
     ]
 
 
@@ -288,7 +286,7 @@ def test_a_test_set_may_lack_classes_and_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "test" / "c").mkdir()
     listings, notes = find_splits(tmp_path)
     assert listings["test"].classes == ("a", "b", "c") and listings["test"].labels().tolist() == [1]
-    assert notes == [f"{tmp_path / 'test'} has no image of 2 classes (a, c): accuracy says nothing of these"]
+    assert notes == [f"{tmp_path / 'test'} has no image of 2 classes (a, c): accuracy does not cover them"]
     (tmp_path / "test" / "b" / "1.png").unlink()
     with pytest.raises(RefusedError, match=r"test holds no image .* in its class folders; add images"):
         find_splits(tmp_path)
@@ -311,7 +309,7 @@ def test_what_differs_in_names_that_look_equal_is_said(tmp_path: Path, name: str
         write_image(tmp_path / place / "1.png")
     with pytest.raises(RefusedError) as refusal:
         find_splits(tmp_path)
-    assert f"which has 'tea' where this is {name!a}; rename one" in str(refusal.value)
+    assert f"which has 'tea' instead of {name!a}; rename one" in str(refusal.value)
 
 
 @pytest.mark.parametrize("system", ["@eaDir", "__MACOSX", "$RECYCLE.BIN", "lost+found"])
@@ -320,6 +318,6 @@ def test_folders_of_the_system_are_passed_over_wherever_they_are(tmp_path: Path,
         write_image(tmp_path / name)
     listing = scan(tmp_path)
     assert listing.paths == ("a/1.png", "b/1.png")
-    assert listing.notes == (f"{tmp_path}: 3 system folders are passed over: {system}",)
+    assert listing.notes == (f"{tmp_path}: 3 system folders skipped: {system}",)
     passed = PassedOver()
     assert images_below(tmp_path, passed) == ["a/1.png", "b/1.png"] and passed.system == {system: 3}

@@ -67,7 +67,7 @@ def test_a_run_stops_at_it_whatever_is_done_with_broken_images(tmp_path: Path, f
     noticed(folder / "train" / "a" / "00.png")
     (folder / "train" / "a" / "01.png").write_bytes(b"broken")
     Image.new("RGB", (200, 200)).save(folder / "train" / "b" / "00.png")
-    refused(train(folder, *flags), 3, "train/b/00.png is too large", "make it smaller, or set")
+    refused(train(folder, *flags), 3, "train/b/00.png is too large", "shrink it, or set")
 
 
 def test_pillow_itself_says_nothing(tmp_path: Path) -> None:
@@ -91,5 +91,5 @@ def test_text_of_a_png_that_is_too_long_is_called_so(tmp_path: Path) -> None:
     chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
     content = path.read_bytes()
     path.write_bytes(content[:33] + chunk + content[33:])
-    with pytest.raises(TooLargeError, match=r"holds more text than Pillow reads .*; save it without metadata"):
+    with pytest.raises(TooLargeError, match=r"holds more text than Pillow accepts .*; save it without metadata"):
         read_rgb(path)

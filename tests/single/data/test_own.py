@@ -129,7 +129,7 @@ def test_a_picture_is_turned_as_its_exif_orientation_says(opened: Callable[..., 
     assert np.array_equal(train.decode(1), PIXELS[1].numpy())
     assert np.array_equal(train.decode(2), np.rot90(PIXELS[2].numpy(), 3, axes=(1, 2)))
     splits = opened(lambda split: Listed(pictures, [0, 1] * 3))
-    assert splits.notes == [f"of 6 {part} images looked at, 1 {TURNED}" for part in ("train", "test")]
+    assert splits.notes == [f"of 6 {part} images probed, 1 {TURNED}" for part in ("train", "test")]
     # Any picture may be read otherwise than before, a tensor cannot.
     assert train.identity() != train.identity(local=False)
     tensors = opened(lambda split: Listed(PIXELS, [0, 1] * 3)).train
@@ -158,11 +158,11 @@ ODD: dict[str, tuple[Any, str]] = {
         lambda split: Listed(PIXELS, [[0, 1, 1]] * 6, classes="ab"),
         "must be 3 different names, one for each entry of a label",
     ),
-    "an unknown task": (lambda split: Listed(PIXELS, [0, 1] * 3, task="detection"), "the data set's task .detection."),
+    "an unknown task": (lambda split: Listed(PIXELS, [0, 1] * 3, task="detection"), "the dataset's task .detection."),
     "a label below 0": (lambda split: Listed(PIXELS, [0, -1] * 3), "label of sample 1 of train .-1."),
     "one class": (lambda split: Listed(PIXELS, [0] * 6), "at least two classes"),
     "more labels than classes": (lambda split: Listed(PIXELS, [0, 2] * 3, classes="ab"), "labels go up to 2"),
-    "an empty name": (lambda split: Listed(PIXELS, [0, 1] * 3, classes=["x", ""]), "names of their own, none empty"),
+    "an empty name": (lambda split: Listed(PIXELS, [0, 1] * 3, classes=["x", ""]), "different names, none empty"),
     "normalised images": (lambda split: Listed(PIXELS - 300.0, [0, 1] * 3), "not in 0..1"),
     "an error": (lambda split: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_own.py"),
 }
@@ -179,11 +179,11 @@ def test_what_is_no_data_set_is_refused_in_one_line(opened: Callable[..., DataSp
 def test_images_of_other_sizes_ask_for_one_size(opened: Callable[..., DataSplits]) -> None:
     odd = [*PIXELS[:5], PIXELS[5, :, :4]]
     for images in ({"train": odd, "test": PIXELS}, {"train": PIXELS, "test": PIXELS[..., :4, :]}):
-        with pytest.raises(HvfreezeError, match=r"differ in size: .*\(8x8\) and .*\(8x4\); give --image-size"):
+        with pytest.raises(HvfreezeError, match=r"differ in size: .*\(8x8\) and .*\(8x4\); use --image-size"):
             opened(lambda split, images=images: Listed(images[split], [0, 1] * 3))
     # One that is not among those looked at is refused when it is met.
     found = opened(lambda split: Listed([*PIXELS.repeat(50, 1, 1, 1)[:298], odd[5], odd[0]], [0, 1] * 150))
-    with pytest.raises(HvfreezeError, match="sample 298 has 8x4 pixels where others have 8x8; give --image-size"):
+    with pytest.raises(HvfreezeError, match="sample 298 has 8x4 pixels, others have 8x8; use --image-size"):
         found.train.decode(298)
 
 
@@ -257,7 +257,7 @@ def test_labels_with_gaps_are_numbered_anew_and_that_is_said(
     assert found.train.classes == classes
     assert found.train.labels.tolist() == [classes.index(str(label)) for label in labels]
     [note] = found.notes
-    assert note.startswith(f"labels are {', '.join(classes)}: they are numbered anew") and "classes" in note
+    assert note.startswith(f"labels are {', '.join(classes)}: the ") and "classes" in note
 
 
 def test_a_label_that_only_the_test_set_has_is_numbered_too(opened: Callable[..., DataSplits]) -> None:
@@ -276,7 +276,7 @@ def test_names_of_classes_that_no_sample_has_are_told(opened: Callable[..., Data
 def test_a_number_for_each_sample_is_no_class(opened: Callable[..., DataSplits]) -> None:
     images = torch.zeros(1500, 3, 2, 2, dtype=torch.uint8)
     with pytest.raises(
-        HvfreezeError, match=r"1500 training samples have 1500 different labels, such as 0, 1, .* no classes"
+        HvfreezeError, match=r"1500 training samples have 1500 different labels, such as 0, 1, .*; a class needs"
     ):
         opened(lambda split: Listed(images, list(range(1500)), targets=list(range(1500))))
 
@@ -308,8 +308,8 @@ def test_samples_may_be_dictionaries(opened: Callable[..., DataSplits], keys: tu
             lambda split: Keyed(PIXELS, [0, 1] * 3, keys=("image", "fine")),
             "with the keys image, fine, path; one of image",
         ),
-        (lambda split: [3.5] * 6, "it is of type float, and must be a pair"),
-        (lambda split: [{1, 2}] * 6, "it is of type set, and must be a pair"),
+        (lambda split: [3.5] * 6, "it is a float, and must be a pair"),
+        (lambda split: [{1, 2}] * 6, "it is a set, and must be a pair"),
     ],
 )
 def test_samples_of_another_form_have_one_line_for_all(

@@ -109,14 +109,14 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: object, word:
 )
 def test_pixels_without_a_known_range_are_refused(tmp_path: Path, name: str, pixels: type, mode: str) -> None:
     Image.fromarray(np.full((8, 8), 300, dtype=pixels)).save(tmp_path / name)
-    told = rf"{name} cannot be used: pixels of mode {mode} have no known range, convert it to 8 bits$"
+    told = rf"{name} cannot be used: pixels of mode {mode} have no known range; convert it to 8 bits$"
     with pytest.raises(RefusedError, match=told):
         source(tmp_path, name).decode(0)
 
 
 def test_another_size_without_a_side_is_a_usage_error_that_names_the_file(tmp_path: Path) -> None:
     write_image(tmp_path / "odd.png", width=9, height=7)
-    with pytest.raises(UsageError, match=r"odd.png has 9x7 pixels where others have 8x8; give --image-size"):
+    with pytest.raises(UsageError, match=r"odd.png has 9x7 pixels, others have 8x8; use --image-size"):
         source(tmp_path, "odd.png").decode(0)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import deal
 from hvfreeze.data.data_sets import DataSplits, open_data
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.table_files import read_table
 from hvfreeze.data.tables import Columns
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
@@ -120,7 +120,7 @@ def test_val_serves_as_the_test_set_unless_there_is_one(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, [line.replace("test", "validation") for line in SPLIT]))
     assert len(splits.test) == 2 and "2 val rows serve as the test set" in splits.notes
     splits = opened(table(tmp_path, [*SPLIT, "5.png,unknown,val"]))
-    assert len(splits.test) == 2 and "1 val row is not used: accuracy is on test" in splits.notes
+    assert len(splits.test) == 2 and "1 val row is not used: accuracy is measured on test" in splits.notes
 
 
 def test_a_second_table_has_the_test_samples(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_columns_are_named_where_their_names_are_others(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, lines), image="where", label="species", split="part")
     assert splits.train.labels.tolist() == [1, 0, 0]
     with pytest.raises(
-        UsageError, match=r"--label-column \(spices\) is no column of .*, which has where, species, part"
+        UsageError, match=r"--label-column \(spices\) is not a column of .*, which has where, species, part"
     ):
         opened(tmp_path / "labels.csv", image="where", label="spices")
 
@@ -186,14 +186,14 @@ def test_fractions_are_numbers(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "an empty label": (rows("owl,train", ",train", "cat,test"), {}, "line 3, column label: no label; fill it in"),
-    "NaN": (rows("owl,train", "NaN,train", "cat,test"), {}, "line 3, column label: 'NaN' is no label"),
-    "NaN among numbers": (rows("1.5,train", "nan,train", "2.5,test"), {}, "line 3, column label: 'nan' is no label"),
+    "NaN": (rows("owl,train", "NaN,train", "cat,test"), {}, "line 3, column label: 'NaN' is not a label"),
+    "NaN among numbers": (rows("1.5,train", "nan,train", "2.5,test"), {}, "line 3, column label: 'nan' is not a label"),
     "no number": (rows("1.5,train", "2.5,train", "x,test"), {}, "line 4, column label: 'x' must be a number"),
     "too large": (rows("1.5,train", "1e99,train", "2.5,test"), {}, "line 3, column label: '1e99' must be a number"),
     "neither 0 nor 1": (
         rows("1,0,train", "0,2,train", "0,0,test", header="image,cat,dog,split"),
         {"task": "labels"},
-        "line 3, column dog: '2' must be 0 or 1; pass --task numbers",
+        "line 3, column dog: '2' must be 0 or 1; use --task numbers",
     ),
     "a class of the test set alone": (
         rows("owl,train", "cat,train", "dog,test"),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
         {},
         "line 3, column split: 'fold3' must be train, val or test",
     ),
-    "no test rows": (rows("owl,train", "cat,train"), {}, "column split: no test rows; --split-column none"),
+    "no test rows": (rows("owl,train", "cat,train"), {}, "column split: no test rows; use --split-column none"),
     "no training rows": (rows("owl,test", "cat,test"), {}, "column split: no training rows"),
     "one class": (rows("owl,train", "owl,test"), {}, r"column label: one class only \(owl\)"),
     "a long row": (rows("owl,train", "cat,train,1"), {}, "line 3: 4 fields, and the first line names 3 columns"),
@@ -224,12 +224,12 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "files that are gone": (
         [*SPLIT, "gone.png,cat,test", "lost.png,cat,test"],
         {},
-        r"line 7, column image: .*gone\.png does not exist; .*line 8.*lost\.png .*relative to the folder of the table",
+        r"line 7, column image: .*gone\.png does not exist; .*line 8.*lost\.png .*relative to --data-dir",
     ),
     "two classes": (
         [*SPLIT, "1.png,owl,train"],
         {},
-        "line 7, column label: 1.png is 'owl' here and 'cat' on line 3; keep one; for several labels",
+        "line 7, column label: 1.png is 'owl' here and 'cat' on line 3; keep one row; for several labels",
     ),
 }
 
@@ -275,7 +275,7 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"labels\.csv does not exist; name a CSV, TSV or Parquet file"):
         read_table(tmp_path / "labels.csv")
     (tmp_path / "labels.csv").write_bytes("image,label\na.png,fran\u00e7ais\n".encode("latin-1"))
-    with pytest.raises(RefusedError, match=r"line 2: no UTF-8 text .*; save it as UTF-8"):
+    with pytest.raises(RefusedError, match=r"line 2: not UTF-8 text .*; save it as UTF-8"):
         read_table(tmp_path / "labels.csv")
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(HvfreezeError, match="cannot be read"):
@@ -290,7 +290,7 @@ def test_a_column_of_weights_is_said_to_have_no_effect(tmp_path: Path) -> None:
 def test_rows_that_repeat_an_image_are_counted(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, [*SPLIT, "./1.png,cat,train"]))
     assert len(splits.train) == 4
-    assert "labels.csv: 1 row repeats an image, such as 1.png; all count" in splits.notes
+    assert "labels.csv: 1 row repeats an image, such as 1.png; all rows count" in splits.notes
 
 
 def test_shards_and_held_out_samples_have_each_class(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_fourth_channel_of_transparency_is_read(tmp_path: Path) -> None:
 def test_a_tensor_of_more_channels_says_so() -> None:
     with pytest.raises(ValueError, match="has 5 channels, and at most 3 are supported"):
         picture_of(torch.zeros(5, 8, 8, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"is no image; \(H, W\)"):
+    with pytest.raises(ValueError, match=r"is not an image; give \(H, W\)"):
         picture_of(torch.zeros(8, 8, 3, dtype=torch.uint8))
 
 

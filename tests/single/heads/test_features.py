@@ -186,7 +186,7 @@ def test_patches_are_a_grid_of_the_images_proportions() -> None:
 def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:
     for out in (False, True):
         chain = turned_chain(Turned(3, 8, out=out, side=16))
-        with pytest.raises(UsageError, match=r"block block0 .* of shape \(1, 8, 8, 8\), and nothing tells which side"):
+        with pytest.raises(UsageError, match=r"block block0 .* of shape \(1, 8, 8, 8\) with an unknown channel"):
             every_block(chain, pool=2, example=torch.zeros(1, 3, 16, 16))
         clear = turned_chain(Turned(3, 5, out=out, side=16))
         assert every_block(clear, pool=2, example=torch.zeros(1, 3, 16, 16))(torch.randn(1, 3, 16, 16)).shape == (1, 20)

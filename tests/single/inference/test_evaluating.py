@@ -87,7 +87,7 @@ def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_pa
     # The others have their result all the same.
     assert f"on 18 images of {folder}: top-1" in refused.stdout and "3 images left out" in refused.stdout, str(refused)
     outcome = call("evaluate", str(finished.run), "--data-dir", str(folder), "--skip-bad", "--out", str(classes))
-    assert outcome.returncode == 0 and "3 images left out that cannot be used" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "3 images left out as unreadable" in outcome.stdout, str(outcome)
     found = json.loads((classes / "evaluation.json").read_text())
     assert json.loads((partial / "evaluation.json").read_text()) == found
     for path in bad:
@@ -191,10 +191,12 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
     file = finished.images / "test" / "red" / "00.png"
-    refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is no folder")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is not a folder")
     refused(call("evaluate", str(finished.run), "--batch-size", "-1"), 2, "--batch-size (-1)")
     refused(
-        call("evaluate", str(finished.run), "--model-name", "other"), 3, "no other.pt; name one that it holds, model:"
+        call("evaluate", str(finished.run), "--model-name", "other"),
+        3,
+        "no other.pt, but model; choose one with --model-name",
     )
     (tmp_path / "file").write_text("")
     outcome = call("evaluate", str(finished.run), "--out", str(tmp_path / "file"))
@@ -237,7 +239,7 @@ def test_each_of_several_models_is_applied_by_its_name(finished: Finished, tmp_p
     config["strategy"] |= {"heads": None, "tasks": "labels.csv"}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     outcome = call("evaluate", str(run), "--model-name", "model-head0")
-    assert outcome.returncode == 3 and "labels from a table (labels.csv)" in outcome.stderr, str(outcome)
+    assert outcome.returncode == 3 and "come from a table (labels.csv)" in outcome.stderr, str(outcome)
 
 
 def test_a_copy_whose_names_are_encoded_otherwise_is_the_runs_data(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_predict_names_each_files_exit_and_tells_shares_beside_the_table(run: Wi
         (["--exit", "first"], "--exit (first) must be in 1..4"),
         (["--exit-confidence", "1.5"], "--exit-confidence (1.5) must be a probability"),
         (["--exit-confidence", "nan"], "--exit-confidence (nan) must be a probability"),
-        (["--exit", "ensemble", "--exit-confidence", "0.9"], "left out with --exit ensemble"),
+        (["--exit", "ensemble", "--exit-confidence", "0.9"], "does not go with --exit ensemble"),
     ],
 )
 def test_exits_that_are_none_are_refused(run: WithExits, flags: list[str], message: str) -> None:
@@ -204,5 +204,5 @@ def test_a_model_with_exits_is_where_another_run_starts(run: WithExits, finished
     found, given = (torch.load(each / "model.pt", weights_only=True) for each in (tmp_path / "next", run.run))
     assert not [name for name in found if "critics" in name] and any("critics" in name for name in given)
     assert torch.equal(found["conv1.weight"], given["conv1.weight"]) and torch.equal(found["fc.bias"], given["fc.bias"])
-    assert "auxiliary heads are left out" in (tmp_path / "next" / "log.txt").read_text()
+    assert "ignoring the auxiliary heads" in (tmp_path / "next" / "log.txt").read_text()
     assert json.loads((tmp_path / "next" / "summary.json").read_text())["test_accuracy"] >= 0

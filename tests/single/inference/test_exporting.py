@@ -99,7 +99,7 @@ def test_a_file_that_answers_otherwise_is_removed(
     other = write._replace(write=lambda *given: lambda pixels: write.write(*given)(pixels) + 5)
     monkeypatch.setitem(exporting.FORMATS, "torch", other)
     outcome = call("export", str(trained), "--format", "torch", "--out", str(tmp_path / "model.pt2"))
-    refused(outcome, 3, "is removed: on 16 images of the run its answers differ by up to 5")
+    refused(outcome, 3, "was removed: on 16 images of the run its outputs differ by up to 5")
     assert not (tmp_path / "model.pt2").exists()
 
 
@@ -107,7 +107,9 @@ def test_without_the_runs_images_random_ones_are_taken(trained: Path, tmp_path: 
     for name in ("model.pt", "model.yaml"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     made = call("export", str(tmp_path), "--format", "torch")
-    assert made.returncode == 0 and "16 random images, because the run's cannot be read" in made.stdout, str(made)
+    assert made.returncode == 0 and "16 random images, because the run's images cannot be read" in made.stdout, str(
+        made
+    )
 
 
 def test_what_cannot_be_exported_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,4 +157,4 @@ def test_a_model_of_transformers_is_written_as_its_library_reads_it(tmp_path: Pa
 def test_other_models_are_no_models_of_transformers(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     outcome = call("export", str(trained), "--format", "transformers", "--out", str(tmp_path / "folder"))
-    refused(outcome, 2, "is no architecture of transformers; train with --head last")
+    refused(outcome, 2, "is not an architecture of transformers; train with --head last")

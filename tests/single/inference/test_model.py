@@ -122,7 +122,7 @@ def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: P
     images = torch.zeros(1, 3, 48, 48)
     expected = hvfreeze.load_model(finished.run).logits(images)
     assert torch.equal(hvfreeze.load_model(copy, name="model-a").logits(images), expected)
-    with pytest.raises(RefusedError, match=r"holds no model.pt; name one that it holds, model-a"):
+    with pytest.raises(RefusedError, match=r"holds no model.pt, but model-a"):
         hvfreeze.load_model(copy)
 
 
@@ -142,7 +142,7 @@ CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
     "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
     "no image": (lambda card: card.update(image=3), r"image \(3\) must be"),
-    "another file": (lambda card: card.update(sha256="0" * 64), "is not the file that model.yaml tells of"),
+    "another file": (lambda card: card.update(sha256="0" * 64), "does not match model.yaml"),
 }
 
 
@@ -152,7 +152,7 @@ def test_a_card_that_does_not_fit_is_refused_by_name(copy: Path, case: str) -> N
     rewritten(copy, change)
     with pytest.raises(RefusedError, match=message) as refused:
         hvfreeze.load_model(copy)
-    assert str(copy / "model.yaml") in str(refused.value) or "model.yaml tells of" in str(refused.value)
+    assert str(copy / "model.yaml") in str(refused.value) or "match model.yaml" in str(refused.value)
 
 
 def test_a_card_that_is_none_is_refused_and_runs_no_code(copy: Path) -> None:
@@ -170,29 +170,27 @@ def test_a_directory_without_a_finished_model_is_refused(copy: Path, tmp_path: P
             hvfreeze.load_model(place)
 
     refused(tmp_path / "nowhere", "nowhere does not exist")
-    refused(tmp_path, "holds no finished model.*name the directory of a run that has ended")
+    refused(tmp_path, "holds no finished model.*name the directory of a finished run")
     whole = (copy / "model.pt").read_bytes()
     (copy / "model.pt").write_bytes(whole[:-100])
-    refused(copy, "model.pt is not the file that model.yaml tells of.*; put both files of one run back")
+    refused(copy, "model.pt does not match model.yaml.*; restore both files of one run")
     ended = (copy / "summary.json").read_bytes()
     (copy / "summary.json").unlink()
-    refused(
-        copy, "model.pt is not the file that model.yaml tells of.*; go on with: hvfreeze train --run-dir .* --resume"
-    )
+    refused(copy, "model.pt does not match model.yaml.*; continue the run with: hvfreeze train --run-dir .* --resume")
     (copy / "summary.json").write_bytes(ended)
     (copy / "model.pt").unlink()
-    refused(copy, "there is no model.pt; go on with: hvfreeze train --run-dir .* --resume")
+    refused(copy, r"\(model.pt is missing\); continue the run with: hvfreeze train --run-dir .* --resume")
     (copy / "environment.json").write_text('{"size": 3}')
-    refused(copy, "go on with: mpirun -np 3 --bind-to none hvfreeze train --run-dir .* --resume")
+    refused(copy, "continue the run with: mpirun -np 3 --bind-to none hvfreeze train --run-dir .* --resume")
     (copy / "environment.json").write_text("{")
     spaced = copy.rename(tmp_path / "a run")
-    refused(spaced, "go on with: hvfreeze train --run-dir '.*a run' --resume")
+    refused(spaced, "continue the run with: hvfreeze train --run-dir '.*a run' --resume")
     spaced.rename(copy)
     (copy / "model.pt").write_bytes(whole)
     (copy / "model.yaml").unlink()
-    refused(copy, "model.yaml is missing; copy it together with model.pt")
+    refused(copy, "model.yaml is missing; copy it with model.pt")
     (copy / "summary.json").unlink()
-    refused(copy, "model.yaml is missing; go on with: hvfreeze train --run-dir .* --resume")
+    refused(copy, "model.yaml is missing; continue the run with: hvfreeze train --run-dir .* --resume")
 
 
 def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(copy: Path) -> None:
@@ -200,7 +198,7 @@ def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(
     for changed, message in (
         ({k: v for k, v in whole.items() if k != "fc.bias"}, "does not fit model.pt: fc.bias"),
         ({**whole, "extra": torch.zeros(1)}, "does not fit model.pt: extra"),
-        ({**whole, "fc.bias": torch.full_like(whole["fc.bias"], float("nan"))}, "NaN or infinite numbers in fc.bias"),
+        ({**whole, "fc.bias": torch.full_like(whole["fc.bias"], float("nan"))}, "NaN or Inf, as float32, in fc.bias"),
     ):
         torch.save(changed, copy / "model.pt")
         sha256 = hashlib.sha256((copy / "model.pt").read_bytes()).hexdigest()

@@ -60,7 +60,7 @@ def test_a_file_of_torchvisions_is_read_as_its_default_weights_are(tmp_path: Pat
     there = found(model="resnet18", weights=str(tmp_path / "resnet18-f37072fd.pth"), data="cifar10")
     assert there == Normalisation(IMAGENET, "torchvision's for ResNet18_Weights.IMAGENET1K_V1")
     assert found(model="resnet18", weights="IMAGENET1K_V1") == there
-    assert found(model="resnet18", weights=str(tmp_path / "mine.pth")).source.startswith("ImageNet's, for want")
+    assert found(model="resnet18", weights=str(tmp_path / "mine.pth")).source.startswith("ImageNet's, as default")
 
 
 def test_a_model_of_ones_own_may_say_it_itself() -> None:
@@ -69,7 +69,10 @@ def test_a_model_of_ones_own_may_say_it_itself() -> None:
     assert found(configured(std=(1,)), **settings).statistics == IMAGENET
     # It may have made itself with weights, or not: nobody knows.
     told = found(configured(), model="mine:make")
-    assert told.statistics == IMAGENET and "the model's configuration has --mean 0.5,0.5,0.5 --std 0.5," in told.source
+    assert (
+        told.statistics == IMAGENET
+        and "the values of the model's configuration: --mean 0.5,0.5,0.5 --std 0.5," in told.source
+    )
 
 
 def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:

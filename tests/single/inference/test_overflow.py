@@ -49,7 +49,7 @@ def test_what_is_not_finite_is_no_class() -> None:
 def test_evaluate_counts_them_as_wrong_and_writes_json_that_others_read(overflowing: Path, tmp_path: Path) -> None:
     outcome = call("evaluate", str(overflowing), "--out", str(tmp_path / "out"))
     assert outcome.returncode == 0 and "top-1 0.00 % (0 of 21), loss nan" in outcome.stdout, str(outcome)
-    assert "note: 21 of 21 samples have no answer, as the model's output" in outcome.stdout
+    assert "note: 21 of 21 samples have no prediction, because the model's output" in outcome.stdout
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
@@ -60,7 +60,7 @@ def test_evaluate_counts_them_as_wrong_and_writes_json_that_others_read(overflow
 
 def test_predict_names_no_class_and_ends_with_the_code_of_numbers(overflowing: Path, finished: Finished) -> None:
     outcome = call("predict", str(overflowing), str(finished.images / "test"), "--top", "2")
-    assert outcome.returncode == 5 and "21 of 21 samples have no answer" in outcome.messages[0], str(outcome)
+    assert outcome.returncode == 5 and "21 of 21 samples have no prediction" in outcome.messages[0], str(outcome)
     rows = list(csv.DictReader(io.StringIO(outcome.stdout)))
     assert len(rows) == 21
     assert {tuple(row.values())[1:] for row in rows} == {("", "", "", "")}
@@ -83,7 +83,7 @@ def test_images_without_an_answer_get_no_class_and_end_in_an_error(finished: Fin
     out = tmp_path / "answers.csv"
     words = ["predict", str(finished.run), str(finished.images / "test"), "--out", str(out), "--batch-size", "4"]
     outcome = call(*words)
-    assert outcome.returncode == 5 and "11 of 21 samples have no answer" in outcome.stderr, str(outcome)
+    assert outcome.returncode == 5 and "11 of 21 samples have no prediction" in outcome.stderr, str(outcome)
     rows = rows_of(out.read_text())
     assert len(rows) == 21 and sum(row["class"] == row["probability"] == "" for row in rows) == 11
 
@@ -91,6 +91,6 @@ def test_images_without_an_answer_get_no_class_and_end_in_an_error(finished: Fin
 @pytest.mark.usefixtures("some_overflow")
 def test_images_without_an_answer_are_wrong_and_told(finished: Finished, tmp_path: Path) -> None:
     outcome = call("evaluate", str(finished.run), "--out", str(tmp_path / "out"))
-    assert outcome.returncode == 0 and "have no answer" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "have no prediction" in outcome.stdout, str(outcome)
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert found["correct"] <= 21 - 8 and found["samples"] == 21

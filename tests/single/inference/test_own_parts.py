@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import hvfreeze
-from hvfreeze.config.sections import ModelConfig
 from hvfreeze.errors import RefusedError
+from hvfreeze.model.settings import ModelConfig
 from hvfreeze.training.stage_build import Blueprint
 from tests.program import call
 from tests.single.refusing import refused
@@ -87,7 +87,7 @@ def test_a_transformer_of_ones_own_on_data_of_ones_own_is_frozen_cached_and_appl
     card = hvfreeze.load_model(run, trust_code=True).card
     assert card.model == "spotted:transformer" and card.code_sha256 and card.classes == ("few", "many")
     (tmp_path / "spotted.py").write_text(CODE + "\n")
-    with pytest.warns(UserWarning, match="is not the one that the model was trained with"):
+    with pytest.warns(UserWarning, match="has changed since the training"):
         hvfreeze.load_model(run, trust_code=True)
 
 
@@ -133,7 +133,7 @@ def test_no_code_is_run_that_a_card_or_a_configuration_names_unless_it_is_truste
     sys.modules.pop("spotted")
     for command in (("evaluate", str(run)), ("predict", str(run), str(code))):
         outcome = call(*command)
-        assert outcome.returncode == 3 and "spotted:transformer, which is code of its own" in outcome.stderr
+        assert outcome.returncode == 3 and "spotted:transformer; if you trust its code" in outcome.stderr
     card = yaml.safe_load((run / "model.yaml").read_text())
     (run / "model.yaml").write_text(yaml.safe_dump({**card, "model": "resnet18", "code_sha256": None}))
     with pytest.raises(RefusedError, match="does not fit"):
@@ -156,8 +156,8 @@ def test_a_model_that_gives_no_logit_for_each_class_is_refused(
 ) -> None:
     model = f"spotted:{name}"
     outcome = call("train", *FLAGS, "--model", model, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
-    told = f"--model ({model}) gives a tensor of shape {shape} for 2 images, and must give (2, 2), a logit for each"
-    refused(outcome, 2, told, "as many outputs as num_classes")
+    told = f"--model ({model}) returns a tensor of shape {shape} for 2 images instead of (2, 2), one logit per class"
+    refused(outcome, 2, told, "num_classes outputs")
     # With a multi-level head the model's own logits are not used.
     blueprint = Blueprint(model=ModelConfig(model=model, blocks="stage"), image_shape=(3, 16, 16), classes=2)
     assert len(replace(blueprint, head="multi-level").build(2)[0].blocks) == 2
@@ -176,7 +176,7 @@ def test_blocks_refuses_a_batch_without_statistics() -> None:
     outcome = call("blocks", "resnet18", "--batch-size", "1", "--image-size", "32")
     assert outcome.returncode == 2 and len(outcome.messages) == 1, str(outcome)
     assert outcome.messages[0].startswith("--batch-size (1) is too small for resnet18 and --image-size (32): ")
-    assert outcome.messages[0].endswith("; give a larger one")
+    assert outcome.messages[0].endswith("; use a larger one")
 
 
 @pytest.mark.parametrize(

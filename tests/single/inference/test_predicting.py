@@ -100,7 +100,7 @@ def test_files_of_a_folder_that_are_no_images_by_their_suffix_are_told(finished:
     folder = Path(shutil.copytree(finished.images / "test", tmp_path / "photos"))
     for name in ("green/1.heic", "red/1.HEIC", "red/1.avif"):
         (folder / name).touch()
-    told = f"{folder}: 3 files are passed over, no images by their suffix: .heic (2), .avif (1)"
+    told = f"{folder}: 3 files skipped, not images by their suffix: .heic (2), .avif (1)"
     predicted = call("predict", str(finished.run), str(folder))
     assert predicted.stderr == f"hvfreeze: note: {told}\n" and len(rows_of(predicted.stdout)) == 21
     assert told in call("evaluate", str(finished.run), "--data-dir", str(folder)).stdout

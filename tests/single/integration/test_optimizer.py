@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.horovod_compat import BROADCAST
 from hvfreeze.integration.optimizer import DistributedOptimizer
 
@@ -180,7 +180,7 @@ def test_complex_parameters_are_refused_where_they_train(beside: bool) -> None:
     train(model, DistributedOptimizer(inner, model=model, world=Twin()), 1)
 
 
-@pytest.mark.parametrize("how", ["is used by 0 and 2", "belongs to none of them"])
+@pytest.mark.parametrize("how", ["is used by 0 and 2", "belongs to no block"])
 def test_a_sequential_that_is_no_chain_trains_with_nothing_frozen(how: str, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     if how == "is used by 0 and 2":

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.split_forward import SplitForward
 from hvfreeze.model.traced import blocks_of

@@ -111,8 +111,8 @@ def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_mo
         ("stages", "there is no module 'stages'; give stage, residual, paper, or names"),
         ("layer2,layer5", "there is no module 'layer5'"),
         ("layer2,,layer3", "there is no module ''"),
-        ("relu", "relu runs inside bn1, which is not divided"),
-        ("layer1.0.conv1", "layer1.0.conv1 runs inside layer1.0, which is not divided"),
+        ("relu", "relu is inside bn1, which cannot be divided"),
+        ("layer1.0.conv1", "layer1.0.conv1 is inside layer1.0, which cannot be divided"),
         ("layer2,layer1", "layer1 does not run after layer2"),
         ("layer2,layer2.0", "layer2.0 does not run after layer2"),
     ],
@@ -152,7 +152,7 @@ def test_dropout_belongs_to_the_block_of_the_layer_that_it_feeds() -> None:
 @pytest.mark.parametrize("bounds", [(-1, 2), (0, 7), (7, 7)])
 def test_a_cut_outside_the_chain_is_refused(bounds: tuple[int, int]) -> None:
     chain = cut_into_blocks(resnet18())
-    with pytest.raises(UsageError, match=r"must lie in 0\.\.6"):
+    with pytest.raises(UsageError, match=r"must be in 0\.\.6"):
         chain.run(torch.zeros(2, 3, 32, 32), *bounds)
-    with pytest.raises(UsageError, match=r"must lie in 0\.\.6"):
+    with pytest.raises(UsageError, match=r"must be in 0\.\.6"):
         chain.named_parameters(*bounds)

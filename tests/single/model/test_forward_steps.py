@@ -226,17 +226,17 @@ def left_over(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("pass_", "words"),
     [
-        (with_control_flow, r"model \(Net\): what its forward pass does cannot be read off .*Chain.from_modules"),
-        (other_while_training, "do not give what the forward pass of Net gives while it trains"),
+        (with_control_flow, r"model \(Net\): torch.fx cannot trace its forward pass .*Chain.from_modules"),
+        (other_while_training, "do not return what the forward pass of Net returns while it trains"),
         (
             failing_while_training,
             r"its forward pass fails while it trains: KeyError: True \(test_forward_steps.py, line",
         ),
-        (checking, r"what its forward pass does cannot be read off .*Chain.from_modules"),
-        (beside_logits, r"model \(Net\): its forward pass gives more than a tensor of logits"),
-        (left_over, "calls modules after the logits are there"),
+        (checking, r"torch.fx cannot trace its forward pass .*Chain.from_modules"),
+        (beside_logits, r"model \(Net\): its forward pass returns more than a tensor of logits"),
+        (left_over, "calls modules after the logits"),
         (lambda net, x: x.flatten(1)[:, :5], "calls no module"),
-        (lambda net, x: net.fc2(net.fc1(x[:, 0, :4].flatten(1))), "scale belongs to none of them"),
+        (lambda net, x: net.fc2(net.fc1(x[:, 0, :4].flatten(1))), "scale belongs to no block"),
     ],
 )
 def test_what_cannot_be_a_chain_is_refused_with_its_reason(pass_: Callable[..., Any], words: str) -> None:

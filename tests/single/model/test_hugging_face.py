@@ -80,7 +80,7 @@ def test_every_architecture_is_tried_here() -> None:
 def test_another_number_of_classes_starts_the_head_afresh_and_keeps_the_rest(tmp_path: Path) -> None:
     whole = save_small("vit", tmp_path).state_dict()
     model = built(tmp_path, classes=3)
-    assert "has 7 classes there and 3 here; it is re-initialised" in model.notes[0]
+    assert "is initialised at random: the weights have 7 classes, the model 3" in model.notes[0]
     own = model.model.state_dict()
     assert own["classifier.weight"].shape == (3, 16)
     assert all(torch.equal(own[key], whole[key]) for key in own if not key.startswith("classifier"))
@@ -93,7 +93,7 @@ def test_a_backbone_has_a_new_head_also_where_its_size_would_fit(tmp_path: Path)
     library: Any = transformers
     library.AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "backbone")
     model = built(tmp_path / "backbone", classes=2, size=56)
-    assert "there is no head classifier; it is initialised" in model.notes[0]
+    assert "no head classifier; it is initialised" in model.notes[0]
     assert "mask_token" not in str(model.model.state_dict().keys()), "a parameter that no forward pass uses"
 
 
@@ -114,7 +114,7 @@ def test_a_model_is_saved_as_the_library_reads_it(tmp_path: Path) -> None:
         assert torch.equal(again.eval()(images).logits, model(images))
     assert again.config.id2label == {0: "cat", 1: "dog"}
     assert json.loads((tmp_path / "here" / "preprocessor_config.json").read_text()) == {"do_resize": True}
-    with pytest.raises(UsageError, match="Sequential is no architecture of transformers; train with --head last"):
+    with pytest.raises(UsageError, match="Sequential is not an architecture of transformers; train with --head last"):
         save(nn.Sequential(), tmp_path, classes=(), processor={})
 
 
@@ -230,7 +230,7 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     )
     outcome = call(*auto, "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
-    assert "does it: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
+    assert "does: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
     assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4: the image processor's of hf:" in outcome.stdout
     image = load_model(run).card.image
     assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
@@ -242,7 +242,7 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     outcome = call(
         *auto, "--image-size", "24", "--resample", "box", "--mean", "0", "--std", "1", "--run-dir", str(run / "b")
     )
-    assert outcome.returncode == 0 and "does it: --fit crop\n" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "does: --fit crop\n" in outcome.stdout, str(outcome)
     described = processor_of(side=32, resize=40, fit="crop", resample="bicubic", mean=image.mean, std=image.std)
     (tmp_path / "hub" / "preprocessor_config.json").write_text(json.dumps(described))
     assert read_preparation(f"hf:{tmp_path / 'hub'}") == {
@@ -288,11 +288,11 @@ def test_a_folder_that_holds_no_such_model_is_refused_in_one_line(
 def test_a_folder_without_weights_is_refused_unless_none_are_asked_for(tmp_path: Path) -> None:
     save_small("vit", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError, match="holds none; pass --weights none to start at random"):
+    with pytest.raises(RefusedError, match="holds none; use --weights none for random weights"):
         built(tmp_path)
     assert built(tmp_path, weights="none").notes == []
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of .* cannot be read: .*; fetch them again"):
+    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of .* cannot be read: .*; download them again"):
         built(tmp_path)
 
 
@@ -307,7 +307,7 @@ def test_names_that_are_nowhere_are_refused_in_one_line(tmp_path: Path, monkeypa
     outcome = call("train", "--model", "hf:someone/some-model", *SMALL)
     refused(outcome, 2)
     assert "is neither a folder nor in the Hugging Face cache" in outcome.messages[0], str(outcome)
-    assert "run hf download someone/some-model where there is a network" in outcome.messages[0]
+    assert "run hf download someone/some-model on a machine with a network" in outcome.messages[0]
 
 
 def test_a_name_in_the_cache_is_found_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

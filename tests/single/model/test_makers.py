@@ -74,7 +74,7 @@ def test_a_function_makes_the_model_from_what_it_asks_for(code: Path, tmp_path: 
     assert isinstance(built.chain, Chain) and built.chain.model is built.model and len(built.chain.blocks) == 2
     torch.save({"1.weight": torch.ones(8, 48), "1.bias": torch.ones(8)}, tmp_path / "w.pt")
     loaded = made("parts_of_mine:plain", weights=str(tmp_path / "w.pt"))
-    assert loaded.model[1].weight.eq(1).all() and "there is no head 2" in loaded.notes[0]
+    assert loaded.model[1].weight.eq(1).all() and "no head 2" in loaded.notes[0]
 
 
 def test_code_is_told_apart_by_its_file(code: Path) -> None:
@@ -120,7 +120,7 @@ def test_code_is_told_apart_by_the_files_that_its_file_imports(code: Path, impor
         ("parts_of_mine:fails", r"failed: KeyError: 'nothing here' \(parts_of_mine.py, line 18\)"),
         ("parts_of_mine:deep", r"failed: AttributeError: .* \(parts_of_mine.py, line 27\)"),
         ("parts_of_mine:odd", "must return an nn.Module or a hvfreeze.model.blocks.Chain, not int"),
-        ("parts_of_mine:lazy", r"whose parameters have their sizes, and 1\.weight has none yet; run the model once"),
+        ("parts_of_mine:lazy", r"with initialised parameters, and 1\.weight has no size yet; run the model once"),
         ("parts_of_mine:none", "parts_of_mine has no function none"),
         ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("a b:c", "must be package:function"),
@@ -177,13 +177,13 @@ def test_timms_models_weights_and_statistics_come_by_name(monkeypatch: pytest.Mo
         weight: Tensor = built.model[1].weight
         assert weight.eq(1).all() and built.model[2].out_features == 5 and "re-initialised" in built.notes[0]
     assert timm_statistics("timm:plain") == ((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)) and timm_statistics("timm:sized") is None
-    with pytest.raises(UsageError, match="is no model of timm 0"):
+    with pytest.raises(UsageError, match="is not a model of timm 0"):
         made("timm:other")
     with pytest.raises(UsageError, match="must be timm:NAME"):
         made("timm:hf-hub:some/where")
     with pytest.raises(UsageError, match="no network"):
         made("timm:broken")
-    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of timm:broken cannot be had|cannot be made"):
+    with pytest.raises(RefusedError, match=r"weights \(DEFAULT\) of timm:broken cannot be downloaded|cannot be built"):
         from hvfreeze.model.model_sources import timm_weights
 
         timm_weights("timm:broken", image_size=4)

@@ -81,7 +81,7 @@ class Asserts(nn.Module):
     ids=["RuntimeError", "AssertionError", "own", "KeyError", "without words", "TypeError", "lazy"],
 )
 def test_a_model_that_takes_other_images_is_refused_by_their_shape(model: nn.Module, reason: str) -> None:
-    told = rf"model \({type(model).__name__}\) takes no images of 16x32 pixels: .*{reason}.*; pass --image-size"
+    told = rf"model \({type(model).__name__}\) fails on images of 16x32 pixels: .*{reason}.*; use --image-size"
     with pytest.raises(UsageError, match=told) as refusal:
         set_memory_formats(BuiltModel(model, []), (3, 16, 32))
     assert "another --model" in str(refusal.value) and "\n" not in str(refusal.value)
@@ -118,7 +118,7 @@ def test_a_view_that_channels_last_does_not_allow_has_contiguous_images_and_weig
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     first, note = built.notes
     assert first == "first" and note.startswith(
-        "model (Views): images and weights are contiguous, for in channels_last"
+        "model (Views): images and weights are contiguous, because it fails in channels_last"
     )
     assert note.endswith("Use .reshape(...) instead.")
     blocks = built.in_blocks(scheme="stage", example=torch.rand(2, 3, 8, 8))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvfreeze.config.rules import parse_mlp
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
+from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.mlp import Mlp, mlp_of
 from hvfreeze.model.model_sources import build_model
@@ -59,7 +59,7 @@ def test_a_head_takes_the_place_of_the_last_layer() -> None:
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "mlp-8"])
 def test_a_head_needs_a_last_linear_layer(name: str) -> None:
-    with pytest.raises(UsageError, match=r"--head \(mlp\) takes the place of a last Linear layer"):
+    with pytest.raises(UsageError, match=r"--head \(mlp\) replaces a last Linear layer"):
         build_model(name, num_classes=10, image_size=32, head="mlp")
 
 

@@ -54,10 +54,10 @@ def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet19", r"model \(resnet19\) is no .*; did you mean resnet18"),
+        ("resnet19", r"model \(resnet19\) must be .*; did you mean resnet18"),
         ("ResNet50", r"did you mean resnet50"),
         ("qqqqqq", r"known are alexnet, convnext_base"),
-        ("deeplabv3_resnet50", r"is no torchvision classifier"),
+        ("deeplabv3_resnet50", r"is not a torchvision classifier"),
     ],
 )
 def test_an_unknown_model_is_refused_with_names_to_choose_from(name: str, message: str) -> None:
@@ -128,7 +128,7 @@ def test_default_weights_are_torchvisions(downloads: dict[str, Any]) -> None:
     head = {name: fresh[name] for name in ("classifier.1.weight", "classifier.1.bias")}
     assert_equal_states(state_of(built.model), {**donor, **head})
     assert built.notes == [
-        "weights (DEFAULT): head classifier.1 has 1000 classes there and 10 here; it is re-initialised"
+        "weights (DEFAULT): head classifier.1 is initialised at random: the weights have 1000 classes, the model 10"
     ]
 
 
@@ -192,7 +192,7 @@ def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> 
     assert {parameter.dtype for parameter in whole.model.parameters()} == {torch.float32}
     part = build_model("resnet18", num_classes=10, weights=str(SHARED_WEIGHTS), image_size=64)
     (note,) = part.notes
-    assert note.endswith("head fc has 100 classes there and 10 here; it is re-initialised")
+    assert note.endswith("head fc is initialised at random: the weights have 100 classes, the model 10")
     assert torch.equal(part.model.get_parameter("conv1.weight"), whole.model.get_parameter("conv1.weight"))
     with pytest.raises(RefusedError, match=r"do not fit ResNet: missing: layer1\.2"):
         build_model("resnet34", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)

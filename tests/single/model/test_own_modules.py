@@ -89,7 +89,7 @@ def test_a_module_whose_children_are_not_its_forward_pass_is_cut_by_that(how: st
 
 
 def test_a_module_that_gives_two_tensors_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"model \(Net\): its forward pass gives more than a tensor of logits"):
+    with pytest.raises(UsageError, match=r"model \(Net\): its forward pass returns more than a tensor of logits"):
         cut_into_blocks(Net("pair"), scheme="second", example=torch.randn(3, 4))
 
 
@@ -170,16 +170,16 @@ def test_a_chain_can_be_written_out_with_functions_and_loose_parameters() -> Non
     assert [n for n, _ in chain.named_parameters()] == ["scale", "conv.weight", "conv.bias", "fc.weight", "fc.bias"]
     assert chain.modules(0, 1) == [model.conv]
     assert torch.equal(chain(inputs), model(inputs))
-    with pytest.raises(UsageError, match=r"scale belongs to none of them.*owns="):
+    with pytest.raises(UsageError, match=r"scale belongs to no block.*owns="):
         Chain.from_modules(model, parts)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([("a", "first")], r"second\.weight belongs to none"),
+        ([("a", "first")], r"second\.weight belongs to no block"),
         ([("a", "first"), ("b", "second"), ("c", "first")], "is used by a and c; join"),
-        ([("a", "first"), ("a", "second")], "no name twice"),
+        ([("a", "first"), ("a", "second")], "different names"),
         ([], "at least one"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_buffer_that_only_the_models_own_pass_changes_is_refused_and_stays(rep
     model = Counting(replaced)
     parts = [("first", [lambda x: x - model.first.mean, model.first]), ("second", model.second)]
     before = model.first.mean
-    message = r"do not change the buffer first\.mean as the forward pass of Counting does while it trains"
+    message = r"do not change the buffer first\.mean like the forward pass of Counting while it trains"
     with pytest.raises(UsageError, match=message):
         Chain.from_modules(model, parts, example=torch.randn(3, 4))  # type: ignore[arg-type]
     assert model.first.mean is before and before.item() == 0
@@ -251,7 +251,7 @@ def test_a_part_that_the_models_own_pass_does_not_train_is_refused() -> None:
             return self.second(x)  # type: ignore[no-any-return]
 
     with pytest.raises(
-        UsageError, match=r"give first\.weight a gradient .* requires_grad off in place of torch.no_grad"
+        UsageError, match=r"give first\.weight a gradient .* requires_grad=False instead of torch.no_grad"
     ):
         cut_into_blocks(Fixed(), example=torch.randn(3, 4))
     model = Fixed()
@@ -263,7 +263,7 @@ def test_a_part_that_the_models_own_pass_does_not_train_is_refused() -> None:
     ("operation", "message"),
     [
         (lambda x: x.relu_(), "block b changes its input in place"),
-        (lambda x: (x, x), "block b gives a tuple; the boundary of a block is one tensor"),
+        (lambda x: (x, x), "block b returns a tuple; blocks must return one tensor"),
         (lambda x: x[1:], r"block b gives a tensor of shape \(2, 4\) for 3 samples"),
         (lambda x: x @ x, r"block b cannot run on a tensor of shape \(3, 4\)"),
     ],

@@ -8,10 +8,10 @@ from torch import nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
@@ -80,6 +80,6 @@ def test_weights_of_other_characters_leave_the_embedding_as_it_started(model: Ti
     state = TinyLM(CHARACTERS, context=CONTEXT).state_dict()
     before = other.get_parameter(EMBEDDING).clone()
     notes = load_weights(other, state, source="file")
-    assert "embedding has 11 classes there and 13 here; it is re-initialised" in notes[0]
+    assert "embedding is initialised at random: the weights have 11 classes, the model 13" in notes[0]
     assert torch.equal(other.get_parameter(EMBEDDING), before)
     assert torch.equal(other.get_parameter("norm.weight"), state["norm.weight"])

@@ -57,7 +57,7 @@ def test_named_parts_start_blocks_and_what_lies_between_joins_the_block_before()
 def test_without_an_example_names_stand_in_the_order_of_definition() -> None:
     chain = blocks_of(Text(), scheme="encoder.1,encoder.2")
     assert names(chain) == ["head", "encoder.1", "encoder.2"]
-    with pytest.raises(UsageError, match="embedding does not run after the name before it"):
+    with pytest.raises(UsageError, match="embedding does not run after the previous name"):
         blocks_of(Text(), scheme="encoder.1,embedding")
 
 
@@ -107,7 +107,7 @@ def test_what_is_never_called_stays_with_the_last_block() -> None:
             torch.ones(2, 4),
             "parameter first.weight, also called third.weight, is used by block first",
         ),
-        (Own(), None, None, "give example=, a batch of its inputs"),
+        (Own(), None, None, "give a batch of its inputs as example="),
         (Own(), "fourth", None, "there is no module 'fourth'; name some in forward order: first, second, third"),
         (Own("unused"), "third", torch.ones(2, 4), "third holds no parameter, or the forward pass does not call it"),
         (Own(), "second,first", torch.ones(2, 4), "first does not run after"),
@@ -144,7 +144,7 @@ def test_a_chain_is_taken_as_one_and_any_other_model_is_watched() -> None:
     assert type(in_blocks(resnet(), blocks="residual")) is Chain
     assert type(in_blocks(Body(), example=torch.ones(2, 3, 8, 8))) is TracedChain
     watched = in_blocks(Own(), blocks="second,third")
-    with pytest.raises(UsageError, match="run inside its own forward pass only"):
+    with pytest.raises(UsageError, match="only run inside its own forward pass"):
         watched(torch.ones(2, 4))
 
 

@@ -43,17 +43,20 @@ SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
     "nested": (lambda s: {"checkpoint": {"model": s}}, ""),
     "an average beside": (
         lambda s: {"state_dict": s, "state_dict_ema": averaged(s), "optimizer": OPTIMIZER},
-        "'state_dict' is taken, not 'state_dict_ema'",
+        "loading 'state_dict' of several states in the file, not 'state_dict_ema'",
     ),
-    "an average first": (lambda s: {"model_ema": averaged(s), "model": s}, "'model' is taken, not 'model_ema'"),
-    "an average alone": (lambda s: {"ema_state_dict": s}, "'ema_state_dict' is taken, the only state in the file"),
+    "an average first": (
+        lambda s: {"model_ema": averaged(s), "model": s},
+        "loading 'model' of several states in the file, not 'model_ema'",
+    ),
+    "an average alone": (lambda s: {"ema_state_dict": s}, "loading 'ema_state_dict', the only state in the file"),
     "Lightning": (
         lambda s: {"state_dict": {**under("model.", s), "criterion.weight": torch.ones(4)}, "epoch": 2, "loops": {}},
-        "names that do not begin with model. are left out: criterion.weight",
+        "ignoring names that do not begin with model.: criterion.weight",
     ),
     "an average in Lightning": (
         lambda s: {"state_dict": {**under("ema.module.", averaged(s)), **under("net.", s)}},
-        "names that do not begin with net. are left out: ema.module",
+        "ignoring names that do not begin with net.: ema.module",
     ),
     "a backbone": (lambda s: under("backbone.", s), ""),
     "two prefixes": (lambda s: under("_orig_mod.module.encoder.", s), ""),
@@ -63,7 +66,7 @@ SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
         "",
     ),
     "arguments": (lambda s: {"model": s, "args": argparse.Namespace(lr=0.1, model="squeezenet")}, ""),
-    "a counter": (lambda s: {**s, "version": 3}, "version are no tensors, and are left out"),
+    "a counter": (lambda s: {**s, "version": 3}, "version, which are not tensors"),
 }
 
 
@@ -109,7 +112,7 @@ def test_a_head_of_another_name_is_left_out_and_told(tmp_path: Path) -> None:
     file, donor = tmp_path / "weights.pt", state_of(squeezenet(7, seed=1))
     torch.save({name.replace("classifier.1.", "linear."): tensor for name, tensor in donor.items()}, file)
     [note] = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32).notes
-    assert "the head has another name there (linear.weight, linear.bias); classifier.1 is initialised" in note
+    assert "ignoring a head of another name (linear.weight, linear.bias); classifier.1 is initialised" in note
     torch.save({**{n: t for n, t in donor.items() if "classifier" not in n}, "linear.weight": torch.zeros(7, 9)}, file)
     with pytest.raises(RefusedError, match=r"not part of the model: linear\.weight"):
         build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
@@ -118,8 +121,8 @@ def test_a_head_of_another_name_is_left_out_and_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (lambda s: {"student": s, "teacher": s}, "several states: 'student', 'teacher'; save the one that is meant"),
-        (lambda s: {"optimizer": OPTIMIZER, "epoch": 3}, "are no state_dict"),
+        (lambda s: {"student": s, "teacher": s}, "several states: 'student', 'teacher'; save the right one alone"),
+        (lambda s: {"optimizer": OPTIMIZER, "epoch": 3}, "are not a state_dict"),
         (lambda s: {**under("model.", s), "model.extra": torch.zeros(1)}, "not part of the model: extra"),
         (lambda s: under("model.", dict(list(s.items())[4:])), r"missing: features\.0\.weight"),
     ],
@@ -149,7 +152,9 @@ def test_safetensors_ask_for_their_library(tmp_path: Path, monkeypatch: pytest.M
     file = safetensors(tmp_path / name, {"fc.weight": torch.ones(2)})
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
-    with pytest.raises(UsageError, match=r"are safetensors, which needs that library .*: pip install safetensors$"):
+    with pytest.raises(
+        UsageError, match=r"are in safetensors format, which needs safetensors .*: pip install safetensors$"
+    ):
         read_state(str(file))
     library = SimpleNamespace(load_file=lambda path: {"fc.weight": torch.ones(2)})
     monkeypatch.setitem(sys.modules, "safetensors", SimpleNamespace(torch=library))
@@ -169,17 +174,15 @@ def test_a_damaged_file_of_safetensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_is_no_single_file_of_tensors_is_called_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(
-        RefusedError, match=r"are a folder; name a file of weights in it \(.*\.bin.*\); this one has none"
-    ):
+    with pytest.raises(RefusedError, match=r"are a folder; name a weight file in it \(.*\.bin.*\); this one has none"):
         read_state(str(tmp_path))
     torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "traced.pt")
     with pytest.raises(RefusedError, match=r"a TorchScript archive holds code, and none was run; save them with"):
         read_state(str(tmp_path / "traced.pt"))
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(RefusedError, match="an index of several files, each with a part of the weights; save them as"):
+    with pytest.raises(RefusedError, match="an index of several weight files; save them as"):
         read_state(str(tmp_path / "model.safetensors.index.json"))
-    with pytest.raises(RefusedError, match=r"are a folder; name a file of weights in it, such as traced\.pt$"):
+    with pytest.raises(RefusedError, match=r"are a folder; name a weight file in it, such as traced\.pt$"):
         read_state(str(tmp_path))
 
 
@@ -272,8 +275,12 @@ def test_torchvisions_names_and_addresses_are_known(weights: str, hub: Path, mon
 @pytest.mark.parametrize(
     ("model", "weights", "message"),
     [
-        ("resnet18", "IMAGENET1K_V2", r"are none of resnet18, which has ResNet18_Weights\.IMAGENET1K_V1"),
-        ("resnet18", "ResNet50_Weights.DEFAULT", r"are none of resnet18, which has ResNet18_Weights\.IMAGENET1K_V1"),
+        ("resnet18", "IMAGENET1K_V2", r"are not among those of resnet18, which has ResNet18_Weights\.IMAGENET1K_V1"),
+        (
+            "resnet18",
+            "ResNet50_Weights.DEFAULT",
+            r"are not among those of resnet18, which has ResNet18_Weights\.IMAGENET1K_V1",
+        ),
         ("resnet20", "IMAGENET1K_V1", "torchvision has none for resnet20"),
         ("resnet18", "pretrained", r"cannot be read: No such file.*, DEFAULT, or a name .* such as IMAGENET1K_V1"),
         ("timm:resnet18", "IMAGENET1K_V1", "none, DEFAULT or a file with a model of timm's"),
@@ -296,5 +303,5 @@ def test_a_url_is_downloaded_once_into_a_file_of_its_own(hub: Path, tmp_path: Pa
         served.unlink(missing_ok=True)
     assert weights_path("squeezenet1_1", url) == place_of(url) and place_of(url).parent == hub
     assert place_of(url) != place_of("https://other.org/model.pt"), "of equal names"
-    with pytest.raises(RefusedError, match=r"cannot be downloaded: .*; download the file, and give its path"):
+    with pytest.raises(RefusedError, match=r"cannot be downloaded: .*; download the file and give its path"):
         build_model("squeezenet1_1", num_classes=10, weights=(tmp_path / "gone.pt").as_uri(), image_size=32)

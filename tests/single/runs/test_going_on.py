@@ -15,12 +15,12 @@ from tests.program import contents
 from tests.single.runs.starting import ENVIRONMENT, changed, kept, settings, start
 
 INEXACT = {
-    "threads": ({}, {"threads": 3}, "threads: 2 there, 3 here"),
-    "threads of a rank": ({}, {"threads": [2, 3]}, r"threads: 2 there, \[2, 3\] here"),
-    "processor": ({}, {"processor": "Another CPU"}, "processor: Some CPU there, Another CPU here"),
-    "kernels": ({}, {"capability": "AVX512"}, "capability: AVX2 there"),
-    "torch": ({}, {"versions": {"torch": "2.12.0"}}, "torch: 2.13.0 there, 2.12.0 here"),
-    "cache type": ({"cache": "auto", "cache_dtype": "float16"}, {}, "cached as: exact values there, float16"),
+    "threads": ({}, {"threads": 3}, "threads: 2 before, 3 now"),
+    "threads of a rank": ({}, {"threads": [2, 3]}, r"threads: 2 before, \[2, 3\] now"),
+    "processor": ({}, {"processor": "Another CPU"}, "processor: Some CPU before, Another CPU now"),
+    "kernels": ({}, {"capability": "AVX512"}, "capability: AVX2 before"),
+    "torch": ({}, {"versions": {"torch": "2.12.0"}}, "torch: 2.13.0 before, 2.12.0 now"),
+    "cache type": ({"cache": "auto", "cache_dtype": "float16"}, {}, "cached as: exact values before, float16"),
 }
 
 
@@ -49,7 +49,7 @@ def test_what_would_not_go_on_exactly_is_refused_or_allowed_and_recorded(
 
 def test_a_rounded_cache_is_not_left_out_silently(tmp_path: Path) -> None:
     start(tmp_path, augment="none", cache="on", cache_dtype="bfloat16").close()
-    with pytest.raises(RefusedError, match=r"cached as: bfloat16 \(on\) there, exact values here"):
+    with pytest.raises(RefusedError, match=r"cached as: bfloat16 \(on\) before, exact values now"):
         check_directory(tmp_path, settings(augment="none", resume=True), ENVIRONMENT)
 
 
@@ -63,18 +63,18 @@ def test_an_exact_cache_hosts_and_another_size_change_nothing_here(tmp_path: Pat
 def test_epochs_may_grow_and_nothing_else_may_change(tmp_path: Path) -> None:
     start(tmp_path, epochs=2).close()
     (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(RefusedError, match="epochs: 2 there, 1 here, which must not be fewer"):
+    with pytest.raises(RefusedError, match="epochs: 2 before, 1 now, which is fewer"):
         check_directory(tmp_path, settings(epochs=1, resume=True), ENVIRONMENT)
-    way_out = r"run with other settings \(lr: 0.1 there, 0.2 here; seed: 0.*pass the same values again"
+    way_out = r"run with other settings \(lr: 0.1 before, 0.2 now; seed: 0.*pass the same values again"
     with pytest.raises(RefusedError, match=way_out):
         check_directory(tmp_path, settings(epochs=3, lr=0.2, seed=1, resume=True, resume_inexact=True), ENVIRONMENT)
     record = start(tmp_path, epochs=3, resume=True)
     record.close()
     held, ran_on = kept(tmp_path)
     assert held["optimizer"]["epochs"] == 3 and record.notes == (
-        "changed since the run started: epochs: 2 there, 3 here",
+        "changed since the run started: epochs: 2 before, 3 now",
     )
-    assert ran_on["resumed"][0]["changed"] == ["epochs: 2 there, 3 here"]
+    assert ran_on["resumed"][0]["changed"] == ["epochs: 2 before, 3 now"]
     assert not (tmp_path / "summary.json").exists()
 
 

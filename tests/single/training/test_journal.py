@@ -39,13 +39,16 @@ def test_a_verb_that_has_ended_is_recalled_and_the_one_under_way_continues() -> 
 
 
 def test_other_verbs_and_other_arguments_are_refused_by_name() -> None:
-    with pytest.raises(RefusedError, match=r"checkpoint step-3.pt is of another course \('probe' there, 'solve' here"):
+    with pytest.raises(
+        RefusedError,
+        match=r"checkpoint step-3.pt belongs to a run with other settings \('probe' before, 'solve' now",
+    ):
         resumed().recall("solve", {})
-    with pytest.raises(RefusedError, match=r"probe: pool: None there, 2 here"):
+    with pytest.raises(RefusedError, match=r"probe: pool: None before, 2 now"):
         resumed().recall("probe", {"pool": 2})
     journal = resumed()
     journal.recall("probe", {})
-    with pytest.raises(RefusedError, match=r"tune: steps: 3 there, 4 here"):
+    with pytest.raises(RefusedError, match=r"tune: steps: 3 before, 4 now"):
         journal.begin("tune", {"steps": 4})
 
 
@@ -53,8 +56,8 @@ def test_other_verbs_and_other_arguments_are_refused_by_name() -> None:
     ("state", "words"),
     [
         (None, "has no journal: an earlier version"),
-        ({"recipe": {"recipe": "plain"}}, "'plain' there, 'auto' here"),
-        ({"recipe": {"recipe": "auto", "epochs": 8}}, "auto: epochs: 8 there, 4 here"),
+        ({"recipe": {"recipe": "plain"}}, "'plain' before, 'auto' now"),
+        ({"recipe": {"recipe": "auto", "epochs": 8}}, "auto: epochs: 8 before, 4 now"),
     ],
 )
 def test_a_checkpoint_of_another_recipe_is_refused_by_name(state: Any, words: str) -> None:

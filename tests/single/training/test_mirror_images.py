@@ -178,7 +178,7 @@ def test_a_head_on_the_mean_over_them_answers_alike_for_an_image_and_its_mirror_
 ) -> None:
     flags = ["--epochs", "1", "--flips", "mean", "--head-fit", head_fit]
     told = auto(shades, tmp_path / "run", *flags)
-    assert told.returncode == 0 and "the head averages the features of each image and of its flip" in told.stdout, str(
+    assert told.returncode == 0 and "the head averages the features of each image and its flip" in told.stdout, str(
         told
     )
     assert summary(tmp_path / "run")["head"]["rows"] == 40, "mirror images are no rows"
@@ -197,7 +197,7 @@ def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classe
     monkeypatch.setattr(stage_build, "ALL_COMPARED", 40)
     told = auto(shades, tmp_path / "told", "--epochs", "1")
     assert asked.returncode == told.returncode == 0, f"{asked}{told}"
-    assert "and answers in twice the time" in told.stdout and "twice the time" not in asked.stdout
+    assert "so predictions take 2x longer" in told.stdout and "2x longer" not in asked.stdout
     assert "note: horizontal flips: on (leave-one-out" in told.stdout
     digests = [summary(tmp_path / name)["parameter_digest"] for name in ("asked", "told")]
     assert digests[0] == digests[1]

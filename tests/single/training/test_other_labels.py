@@ -135,12 +135,12 @@ def test_every_way_to_train_takes_them(name: str, flags: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("pairs", "--class-weights balanced", "does not go with several labels a sample"),
-        ("turned", "--label-smoothing 0.1", "does not go with numbers"),
+        ("pairs", "--class-weights balanced", "which has several labels per sample"),
+        ("turned", "--label-smoothing 0.1", "which has numbers"),
         ("pairs", "--loss huber", "it is for numbers"),
         ("pairs", "--metric auroc", "average-precision, macro-f1 for labels"),
-        ("turned", "--strategy local-critics --model resnet20", "does not go with numbers"),
-        ("pairs", "--strategy shared-trunk --heads 2", "does not go with several labels a sample"),
+        ("turned", "--strategy local-critics --model resnet20", "which has numbers"),
+        ("pairs", "--strategy shared-trunk --heads 2", "which has several labels per sample"),
     ],
 )
 def test_what_needs_classes_is_refused_by_name(name: str, flags: str, message: str, tmp_path: Path) -> None:

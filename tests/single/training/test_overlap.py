@@ -19,7 +19,7 @@ from hvfreeze.data import overlap
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
-from hvfreeze.training.doubles import doubles_in_memory
+from hvfreeze.training.duplicates import duplicates_in_memory
 from tests.program import Outcome, call
 
 TRAIN = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
@@ -42,7 +42,7 @@ def save_noise(folder: Path, *, training: int = 8, tested: int = 4) -> Path:
 
 
 def train(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
-    """The notes on doubles, and what summary.json says of them."""
+    """The notes on duplicates, and what summary.json says of them."""
     outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
     return told(outcome, run)
 
@@ -50,7 +50,7 @@ def train(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, in
 def told(outcome: Outcome, run: Path) -> tuple[list[str], dict[str, int] | None]:
     assert outcome.returncode == 0, str(outcome)
     found = json.loads((run / "summary.json").read_text()).get("evaluated_in_training")
-    return [line for line in outcome.stdout.splitlines() if "in training:" in line], found
+    return [line for line in outcome.stdout.splitlines() if "also in the training set" in line], found
 
 
 def test_nothing_is_said_of_different_images(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_one_folder_for_both_splits_is_told(tmp_path: Path) -> None:
     shutil.rmtree(folder / "test")
     (folder / "test").symlink_to(folder / "train")
     [note], found = train(folder, tmp_path / "run")
-    assert "of 16 images that accuracy is measured on, 16 are training images too, such as " in note
-    assert f"{folder}/test/a/0.webp (in training: {folder}/train/a/0.webp)" in note
-    assert found == {"found": 16, "looked_at": 16}
+    assert "of 16 evaluation images, 16 are also in the training set, such as " in note
+    assert f"{folder}/test/a/0.webp = {folder}/train/a/0.webp: " in note
+    assert found == {"found": 16, "compared": 16}
 
 
 def copied(folder: Path) -> None:
@@ -75,15 +75,15 @@ def stored_otherwise(folder: Path) -> None:
     noise(1003).save(folder / "test" / "b" / "another name.png")
 
 
-@pytest.mark.parametrize("double", [copied, stored_otherwise])
-def test_a_copy_under_another_name_is_told(tmp_path: Path, double: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("duplicate", [copied, stored_otherwise])
+def test_a_copy_under_another_name_is_told(tmp_path: Path, duplicate: Callable[[Path], None]) -> None:
     folder = save_noise(tmp_path / "data")
     # Of the lossy ones the pixels are those that the file gives.
     noise(1003).save(folder / "train" / "b" / "3.webp", lossless=True)
-    double(folder)
+    duplicate(folder)
     [note], found = train(folder, tmp_path / "run")
-    assert "of 9 images that accuracy is measured on, 1 is a training image too" in note
-    assert "another name" in note and "train/b/3.webp" in note and found == {"found": 1, "looked_at": 9}
+    assert "of 9 evaluation images, 1 is also in the training set" in note
+    assert "another name" in note and "train/b/3.webp" in note and found == {"found": 1, "compared": 9}
 
 
 def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_pat
     for number in range(8):
         shutil.copy(folder / "train" / "a" / f"{number}.webp", folder / "train" / "a" / f"again {number}.webp")
     [note], _ = train(folder, tmp_path / "run", "--validation-fraction", "0.5")
-    assert "of 12 images" in note and "/train/a/" in note and "/test/" not in note
+    assert "of 12 evaluation images" in note and "/train/a/" in note and "/test/" not in note
 
 
 def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +108,13 @@ def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: py
         read.append([source.paths[row] for row in ids])
         return digests(source, ids)
 
-    monkeypatch.setattr("hvfreeze.training.doubles.digests_of_files", counted)
+    monkeypatch.setattr("hvfreeze.training.duplicates.digests_of_files", counted)
     [note], found = train(folder, tmp_path / "run")
     tested, trained, _ = read
     assert len(tested) == 5 and len(trained) < 16
     copies = sum("copy" in path for path in tested)
-    assert f"of 5 looked at of 12 images that accuracy is measured on, {copies} " in note
-    assert found == {"found": copies, "looked_at": 5}
+    assert f"of 5 compared of 12 evaluation images, {copies} " in note
+    assert found == {"found": copies, "compared": 5}
 
 
 def test_many_images_in_memory_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_many_images_in_memory_are_looked_at_in_part(tmp_path: Path, monkeypatch
     shutil.rmtree(folder / "test")
     shutil.copytree(folder / "train", folder / "test")
     [note], found = train(folder, tmp_path / "run")
-    assert "of 3 looked at of 16 images" in note and "3 are training images" in note
-    assert found == {"found": 3, "looked_at": 3}
+    assert "of 3 compared of 16 evaluation images" in note and "3 are also in the training set" in note
+    assert found == {"found": 3, "compared": 3}
 
 
 class Ignorant(Dataset[tuple[Image.Image, int]]):
@@ -144,7 +144,7 @@ def ignorant(*, split: str) -> Ignorant:
 def test_a_function_that_returns_one_split_for_both_is_told(tmp_path: Path) -> None:
     outcome = call(*TRAIN, "--data", f"{__name__}:ignorant", "--run-dir", str(tmp_path / "run"))
     [note], _ = told(outcome, tmp_path / "run")
-    assert "16 are training images too, such as sample 0 (in training: sample 0)" in note
+    assert "16 are also in the training set, such as sample 0 = sample 0" in note
 
 
 def copied_elsewhere(*, split: str) -> Dataset[Any]:
@@ -209,13 +209,11 @@ def test_own_images_that_are_streamed_are_looked_at_too(
     monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
     monkeypatch.setattr(overlap, "MOST_DECODED", 4)
     if not decoded:
-        monkeypatch.setattr("hvfreeze.training.doubles.samples_to_decode", None)
+        monkeypatch.setattr("hvfreeze.training.duplicates.samples_to_decode", None)
     name = f"{__name__}:{made.__name__}"
     outcome = call(*TRAIN, "--data", name, "--data-dir", str(tmp_path), "--run-dir", str(tmp_path / "run"))
     [note], found = told(outcome, tmp_path / "run")
-    assert (
-        found == {"found": count, "looked_at": 4} and f"such as sample {first} (in training: sample {second})" in note
-    )
+    assert found == {"found": count, "compared": 4} and f"such as sample {first} = sample {second}:" in note
 
 
 def test_images_that_agree_where_they_are_looked_at_first_are_not_confused() -> None:
@@ -235,8 +233,8 @@ def test_images_that_agree_where_they_are_looked_at_first_are_not_confused() -> 
     pixels = MemoryPixels(every, every.ids, workers=1)
     first, last = np.array([0, 1]), np.array([2, 3])
     assert len(set(overlap.first_pixels(pixels, every.ids).tolist())) == 1
-    assert doubles_in_memory(SoloWorld(), ((pixels, first), (pixels, last))) == {}
-    assert doubles_in_memory(SoloWorld(), ((pixels, first), (pixels, np.array([1, 2])))) == {1: 1}
+    assert duplicates_in_memory(SoloWorld(), ((pixels, first), (pixels, last))) == {}
+    assert duplicates_in_memory(SoloWorld(), ((pixels, first), (pixels, np.array([1, 2])))) == {1: 1}
 
 
 def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
@@ -249,21 +247,21 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
         digested.extend(ids)
         return digests(pixels, ids)
 
-    monkeypatch.setattr("hvfreeze.training.doubles.digests_in_memory", counted)
+    monkeypatch.setattr("hvfreeze.training.duplicates.digests_in_memory", counted)
     folder = save_noise(tmp_path / "data")
     train(folder, tmp_path / "different")
     assert digested == []
     copied(folder)
-    assert train(folder, tmp_path / "copied")[1] == {"found": 1, "looked_at": 9}
+    assert train(folder, tmp_path / "copied")[1] == {"found": 1, "compared": 9}
     assert len(digested) == 2, "the image and its copy"
 
 
 def conflict(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
-    """The notes on twins in two classes, and what summary.json says of them."""
+    """The notes on conflicts in two classes, and what summary.json says of them."""
     outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
     assert outcome.returncode == 0, str(outcome)
     found = json.loads((run / "summary.json").read_text()).get("trained_in_two_classes")
-    return [line for line in outcome.stdout.splitlines() if "have a twin in another class" in line], found
+    return [line for line in outcome.stdout.splitlines() if "have a duplicate in another class" in line], found
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -277,9 +275,9 @@ def test_a_picture_in_two_training_classes_is_told(
     shutil.copy(folder / "train" / "b" / "3.webp", folder / "train" / "a" / "another name.webp")
     shutil.copy(folder / "train" / "b" / "4.webp", folder / "train" / "b" / "in its own class.webp")
     [note], found = conflict(folder, tmp_path / "run")
-    assert "2 have a twin in another class, such as" in note and "of 18 training images" in note
+    assert "2 have a duplicate in another class, such as" in note and "of 18 training images" in note
     assert f"{folder}/train/a/another name.webp (a) and {folder}/train/b/3.webp (b)" in note
-    assert found is not None and found["found"] == 2 and (found["looked_at"] == 18) == (not streamed)
+    assert found is not None and found["found"] == 2 and (found["compared"] == 18) == (not streamed)
 
 
 def twice(*, split: str) -> Dataset[Any]:
@@ -291,10 +289,10 @@ def test_of_very_many_equal_pictures_some_are_looked_at(tmp_path: Path, monkeypa
     folder = save_noise(tmp_path / "data")
     for number, name in ((1, "a"), (2, "a"), (2, "b"), (3, "b")):
         shutil.copy(folder / "train" / "b" / f"{number}.webp", folder / "train" / name / "again.webp")
-    monkeypatch.setattr("hvfreeze.training.doubles.MOST_TWIN_BYTES", 0)
+    monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 0)
     assert conflict(folder, tmp_path / "run") == ([], None)
-    monkeypatch.setattr("hvfreeze.training.doubles.MOST_TWIN_BYTES", 2**20)
-    assert conflict(folder, tmp_path / "other")[1] == {"found": 2, "looked_at": 18}
+    monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 2**20)
+    assert conflict(folder, tmp_path / "other")[1] == {"found": 2, "compared": 18}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -305,14 +303,14 @@ def test_a_picture_in_two_classes_of_ones_own_data_is_told(
         monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
     outcome = call(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
-    [note] = [line for line in outcome.stdout.splitlines() if "twin in another class" in line]
-    assert "of 10 training images, 2 have a twin in another class, such as sample 0 (0) and sample 9 (1)" in note
+    [note] = [line for line in outcome.stdout.splitlines() if "duplicate in another class" in line]
+    assert "of 10 training images, 2 have a duplicate in another class, such as sample 0 (0) and sample 9 (1)" in note
 
 
 def test_other_pictures_of_equal_first_pixels_are_no_twins() -> None:
     rng = np.random.default_rng(0)
-    first = rng.integers(0, 256, (200, overlap.PIXELS_LOOKED_AT), dtype=np.uint8)
+    first = rng.integers(0, 256, (200, overlap.PIXELS_PROBED), dtype=np.uint8)
     first[7] = first[3]
-    keys = overlap.keys_of(first.view(f"S{overlap.PIXELS_LOOKED_AT}")[:, 0])
+    keys = overlap.keys_of(first.view(f"S{overlap.PIXELS_PROBED}")[:, 0])
     assert keys[7] == keys[3] and len(np.unique(keys)) == 199
-    assert overlap.twins_in({0: b"x", 1: b"x", 2: b"y", 3: b"x"}, [0, 0, 1, 1]) == [0, 1, 3]
+    assert overlap.conflicts_in({0: b"x", 1: b"x", 2: b"y", 3: b"x"}, [0, 0, 1, 1]) == [0, 1, 3]

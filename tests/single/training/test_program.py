@@ -64,7 +64,7 @@ def test_a_loss_that_overflows_in_an_evaluation_is_said_and_records_stay_json(
 ) -> None:
     monkeypatch.setattr(loop, "evaluate", lambda *_, chooses: {"model": Score(loss=float("nan"), accuracy=0.25)})
     outcome = train(tmp_path / "run", "--keep", "best")
-    assert outcome.returncode == 0 and "is not finite" in outcome.stdout, str(outcome)
+    assert outcome.returncode == 0 and "is NaN or Inf" in outcome.stdout, str(outcome)
     line, summary = ((tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "summary.json"))
     assert json.loads(line, parse_constant=pytest.fail)["test_loss"] is None
     assert json.loads(summary, parse_constant=pytest.fail)["kept"]["model"]["loss"] is None
@@ -73,7 +73,7 @@ def test_a_loss_that_overflows_in_an_evaluation_is_said_and_records_stay_json(
 def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path, tmp_path: Path) -> None:
     outcome = train(run_dir, "--epochs", "2", "--resume")
     assert outcome.returncode == 0, str(outcome)
-    assert "note: changed since the run started: epochs: 1 there, 2 here" in outcome.stdout
+    assert "note: changed since the run started: epochs: 1 before, 2 now" in outcome.stdout
     straight = train(tmp_path / "straight", "--epochs", "2", "--quiet")
     assert (straight.returncode, straight.stdout) == (0, ""), str(straight)
     assert digest(run_dir) == digest(tmp_path / "straight")
@@ -85,14 +85,14 @@ def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path,
 def test_other_threads_are_refused_unless_inexactness_is_accepted(run_dir: Path) -> None:
     before = contents(run_dir)
     outcome = train(run_dir, "--epochs", "2", "--threads", "2", "--resume")
-    assert outcome.returncode == 3 and "threads: 1 there, 2 here" in outcome.messages[0], str(outcome)
+    assert outcome.returncode == 3 and "threads: 1 before, 2 now" in outcome.messages[0], str(outcome)
     assert contents(run_dir) == before
     outcome = train(run_dir, "--epochs", "2", "--threads", "2", "--resume", "--resume-inexact")
     assert (
-        outcome.returncode == 0 and "note: changed since the run started: threads: 1 there, 2 here" in outcome.stdout
+        outcome.returncode == 0 and "note: changed since the run started: threads: 1 before, 2 now" in outcome.stdout
     ), str(outcome)
     recorded = json.loads((run_dir / "environment.json").read_text())
-    assert recorded["threads"] == 2 and "threads: 1 there, 2 here" in recorded["resumed"][0]["changed"]
+    assert recorded["threads"] == 2 and "threads: 1 before, 2 now" in recorded["resumed"][0]["changed"]
 
 
 def test_a_finished_run_is_complete_unless_its_summary_is_damaged(run_dir: Path) -> None:
@@ -111,7 +111,10 @@ def test_a_finished_run_whose_checkpoints_were_removed_stays_as_it_is(run_dir: P
     shutil.rmtree(run_dir / "checkpoints")
     before = contents(run_dir)
     del before["log.txt"]
-    for flags, code, words in (([], 0, "is complete; nothing to do"), (["--epochs", "2"], 3, "no checkpoint from")):
+    for flags, code, words in (
+        ([], 0, "is complete; nothing to do"),
+        (["--epochs", "2"], 3, "no checkpoint to continue from"),
+    ):
         outcome = train(run_dir, *flags, "--resume")
         assert outcome.returncode == code and words in outcome.stdout + outcome.stderr, str(outcome)
         assert {name: found for name, found in contents(run_dir).items() if name != "log.txt"} == before
@@ -213,7 +216,7 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in said
     told = said.splitlines()[-1]
     assert re.match(
-        r"hvfreeze: interrupted after step \d+ of 2000; go on from the last checkpoint with: hvfreeze ", told
+        r"hvfreeze: interrupted after step \d+ of 2000; continue from the last checkpoint with: hvfreeze ", told
     )
     assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
     assert "interrupted after step" in (folder / "log.txt").read_text()
@@ -256,7 +259,7 @@ def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_fo
     outcome = call(*words, *small, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 2
     assert f"--head-fit ({fit}, as in hvfreeze auto) cannot choose a penalty from 10 training samples" in str(outcome)
-    assert "give 6 or more, two of a class among them" in str(outcome)
+    assert "use 6 or more, with two of a class" in str(outcome)
     assert "validation-fraction" not in str(outcome) and "Traceback" not in str(outcome)
     assert not (tmp_path / "run").exists()
 
@@ -298,4 +301,4 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
 )
 def test_the_way_on_of_an_interrupted_job_starts_as_many_ranks(tmp_path: Path, ranks: int, begins: str) -> None:
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(size=ranks))
-    assert way_on(job).startswith(f"go on anew, there is no checkpoint yet, with: {begins}")
+    assert way_on(job).startswith(f"no checkpoint yet, start again with: {begins}")

@@ -85,7 +85,7 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
         before = shared["run"][leaf]
         forged_state = {**shared, "run": {**shared["run"], leaf: other}}
         save_sections(newest.parent, [checkpoint.packed(forged_state), checkpoint.packed(own)], step=opened.step)
-        refused(folder, f"another run's ({leaf}: {other!r} there, {before!r} here)")
+        refused(folder, f"another run ({leaf}: {other!r} before, {before!r} now)")
 
 
 @pytest.mark.parametrize("inexact", [[], ["--resume-inexact"]])
@@ -100,7 +100,7 @@ def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[s
     save_sections(newest.parent, [shared, own, own], step=opened.step)
     outcome = call(*flags, "--resume", *inexact)
     assert outcome.returncode == 3 and "--resume-inexact" not in outcome.stderr, str(outcome)
-    assert "written by 2 ranks" in outcome.messages[0] and "resume on 2, or start anew" in outcome.messages[0]
+    assert "written by 2 ranks" in outcome.messages[0] and "resume on 2 ranks, or start" in outcome.messages[0]
 
 
 def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_journal(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_j
     assert call(*flags, "4").returncode == 0
     ended = digest_of_run(tmp_path)
     outcome = call(*flags, "6", "--resume")
-    assert outcome.returncode == 3 and "auto: epochs: 4 there, 6 here" in outcome.messages[0], str(outcome)
+    assert outcome.returncode == 3 and "auto: epochs: 4 before, 6 now" in outcome.messages[0], str(outcome)
     assert "is complete" in call(*flags, "4", "--resume").stdout and digest_of_run(tmp_path) == ended
     newest = checkpoint.newest(tmp_path / "checkpoints")
     assert newest is not None

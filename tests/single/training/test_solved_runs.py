@@ -109,10 +109,7 @@ def test_a_damaged_sample_is_called_by_its_file(
     if code:
         assert len(outcome.messages) == 1 and name in outcome.messages[0], str(outcome)
     else:
-        assert (
-            f"note: nothing was fitted to 1 of the samples, whose features lie far from all others': {name}"
-            in outcome.stdout
-        )
+        assert f"warning: the head ignores 1 sample, whose features are far from all others: {name}" in outcome.stdout
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["head"]["left_out"] == [23]
 
 

@@ -69,10 +69,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_every_line_with_an_accuracy_can_be_trusted_alone(run: tuple[Path, str]) -> None:
-    lines = [line for line in run[1].splitlines() if re.search(r"\d %", line) and "classes are unequal" not in line]
+    lines = [line for line in run[1].splitlines() if re.search(r"\d %", line) and "classes are imbalanced" not in line]
     assert lines and all("majority class" in line for line in lines), lines
-    [note] = [line for line in run[1].splitlines() if "classes are unequal" in line]
-    assert "81.8 % of the training samples are of class common and 90.0 % of the test samples" in note
+    [note] = [line for line in run[1].splitlines() if "classes are imbalanced" in line]
+    assert "81.8 % of the training samples have class common and 90.0 % of the test samples" in note
     tested = [line for line in lines if re.search(r"\| test \d|test accuracy", line)]
     assert tested and all(
         re.search(r"test (accuracy )?[\d.]+ % \(balanced [\d.]+ %, majority class 90.00 %\)", line) for line in tested
@@ -93,7 +93,7 @@ def test_files_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     )
     evaluated = call("evaluate", str(place), "--out", str(tmp_path))
     assert evaluated.returncode == 0, str(evaluated)
-    assert "an answer that is always common 90.00 %" in evaluated.stdout and ", balanced " in evaluated.stdout
+    assert "always predicting common 90.00 %" in evaluated.stdout and ", balanced " in evaluated.stdout
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["majority_share"] == 0.9 and found["balanced_accuracy"] == pytest.approx(card["balanced_accuracy"])
 
@@ -133,7 +133,7 @@ def test_nothing_is_said_where_classes_are_equal(tmp_path: Path) -> None:
 def test_a_test_set_of_one_class_is_told(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=18, tested=0)
     outcome = train_once(folder, tmp_path / "run")
-    assert "100.0 % of the test samples are of class common" in outcome.stdout, str(outcome)
+    assert "100.0 % of the test samples have class common" in outcome.stdout, str(outcome)
     assert re.search(r"\| test [\d.]+ % \(balanced [\d.]+ %, majority class 100.00 %\)", outcome.stdout)
 
 

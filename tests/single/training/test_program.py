@@ -204,7 +204,7 @@ def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypat
 
 def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*SMALL, "--epochs", "1000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
+    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "hvfreeze", "train", *flags]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -216,7 +216,7 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in said
     told = said.splitlines()[-1]
     assert re.match(
-        r"hvfreeze: interrupted after step \d+ of 2000; continue from the last checkpoint with: hvfreeze ", told
+        r"hvfreeze: interrupted after step \d+ of 200000; continue from the last checkpoint with: hvfreeze ", told
     )
     assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
     assert "interrupted after step" in (folder / "log.txt").read_text()
@@ -279,7 +279,7 @@ def test_a_batch_of_one_sample_trains_where_statistics_are_kept(tmp_path: Path) 
 
 
 def test_critics_that_stop_say_what_became_of_the_updates_since(tmp_path: Path) -> None:
-    flags = ["--strategy", "local-critics", "--lr", "1e30", "--epochs", "3", "--label-smoothing", "0"]
+    flags = ["--strategy", "local-critics", "--parts", "2", "--lr", "1e30", "--epochs", "3", "--label-smoothing", "0"]
     outcome = train(tmp_path / "run", *flags)
     assert (
         outcome.returncode != 0

@@ -156,7 +156,7 @@ def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
 
 
 def token_forms(chain: Chain, *, example: Tensor) -> tuple[str, ...]:
-    """Return the forms of `heads.settings.TOKENS` that fit the tokens of the blocks; empty if no block returns tokens."""
+    """Return the forms of `heads.settings.TOKENS` that fit the tokens of the blocks; empty if no block has tokens."""
     if example.dim() != 4:
         return ()
     shapes = shapes_of(chain, range(1, len(chain.blocks)), example[:1])

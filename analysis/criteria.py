@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -97,10 +98,16 @@ def label_of(name: str, way: str, epochs: int) -> str:
     return f"{name}-{way}-{epochs}"
 
 
+@cache
+def work_of_blocks(model: str) -> list[int]:
+    """Return the work of a forward pass through each block of a model."""
+    built = build_model(model, num_classes=CLASSES, image_size=SIDE).model
+    return work_of(cut_into_blocks(built), torch.zeros(1, 3, SIDE, SIDE))
+
+
 def work(run: Run) -> float:
     """Return the work of a run in epochs of training without a frozen block."""
-    model = build_model(run.settings["model"], num_classes=CLASSES, image_size=SIDE).model
-    blocks = work_of(cut_into_blocks(model), torch.zeros(1, 3, SIDE, SIDE))
+    blocks = work_of_blocks(run.settings["model"])
     moves = [(int(step), int(cut)) for _, step, cut in (run.summary or {})["cut_history"]]
     last = run.metrics[-1]
     spent: float = sum(

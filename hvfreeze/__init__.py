@@ -21,7 +21,7 @@ _PUBLIC = {
     "CachedLoader": "integration.cached_loader",
     "Config": "config.tree",
     "DistributedOptimizer": "integration.optimizer",
-    "FreezeConfig": "config.sections",
+    "FreezeConfig": "freezing.settings",
     "HvfreezeError": "errors",
     "fit_classifier": "integration.fit_classifier",
     "fit_head": "integration.fit_head",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.tasks import Classes, Task
+from hvfreeze.training.settings import OptimizerConfig
 
 TRUST = 0.001
 """Relative change of a tensor's norm per step, at learning rate 1 and without momentum."""

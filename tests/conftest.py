@@ -22,6 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 STANDING, OWN, SINGLE = range(3)
 CORES_OF_A_JOB = 4
+LATER = 10
+"""Niceness of tests without ranks."""
 PARALLEL = Path(__file__).with_name("parallel")
 
 
@@ -68,6 +70,16 @@ def ranks_stand_for_those_that_use_them(request: pytest.FixtureRequest) -> None:
     """Ends the job that stands before a test that starts ranks of its own."""
     if PARALLEL in request.path.parents and "standing" not in request.keywords:
         standing.end()
+
+
+@pytest.fixture(autouse=True)
+def ranks_come_first(request: pytest.FixtureRequest) -> None:
+    """Lowers the priority of a process that has come to tests without ranks.
+
+    Ranks wait for each other by giving up their core in turn; beside tests of their own priority each turn takes long.
+    """
+    if PARALLEL not in request.path.parents and "PYTEST_XDIST_WORKER" in os.environ and os.nice(0) < LATER:
+        os.nice(LATER - os.nice(0))
 
 
 @pytest.fixture(autouse=True)

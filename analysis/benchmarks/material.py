@@ -14,16 +14,19 @@ from torch import Tensor
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import CacheConfig, DataConfig, FreezeConfig, OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.images import ArraySource
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids, plan_shards
+from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training.build import assemble
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_step
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.training.stage_build import Blueprint
 
 BATCH_ROWS = 128

@@ -23,7 +23,7 @@ from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.unfrozen import data_parallel
 from hvfreeze.comm.world import end_job_on_exception
-from hvfreeze.config.sections import CacheConfig
+from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_epoch
 

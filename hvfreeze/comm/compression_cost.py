@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hvfreeze.comm.gradient_exchange import Message, Named, lay_out, split_by_compression
 from hvfreeze.comm.low_rank import LowRankBucket, fits
+from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import parse_compression
 from hvfreeze.timing import least_seconds
 
 SMALL_BYTES, LARGE_BYTES = 1024, 4 * 2**20

@@ -1,4 +1,4 @@
-"""What a run is: sections of settings, the tree that they form, and the flags and files that fill it. No torch.
+"""The configuration of a run: the tree of all sections, and the command line and YAML files that fill it. No torch.
 
-Imports `errors` only.
+Imports `errors`, `rules`, `section`, the settings of every folder, `user_code`, `plain_yaml` and `wording`.
 """

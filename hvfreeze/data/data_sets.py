@@ -16,18 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.config.rules import is_table, rule
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
 from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, note_on_unequal, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
+from hvfreeze.rules import rule
 from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from hvfreeze.config.sections import DataConfig
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import plural
@@ -44,9 +44,9 @@ class Reading:
     background: Colour = (255, 255, 255)
     """Colour behind transparent parts and around padded images."""
     fit: str = "crop"
-    """Fit to the square, one of `config.rules.FITS`."""
+    """Fit to the square, one of `data.settings.FITS`."""
     resample: str = "bilinear"
-    """Interpolation, one of `config.rules.RESAMPLES`."""
+    """Interpolation, one of `data.settings.RESAMPLES`."""
 
     @property
     def filter(self) -> Image.Resampling:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hvfreeze.config.rules import number_list, one_of, parse_dirichlet, rule
+from hvfreeze.data.settings import parse_dirichlet
 from hvfreeze.errors import UsageError
+from hvfreeze.rules import number_list, one_of, rule
 from hvfreeze.wording import plural
 
 Ids = NDArray[np.int64]

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.config.rules import rule
-from hvfreeze.config.sections import MOST_PIXELS, TINY_LM
+from hvfreeze.data.settings import MOST_PIXELS
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
+from hvfreeze.model.settings import TINY_LM
 from hvfreeze.report.tables import Table, factor, percent, table_of
+from hvfreeze.rules import rule
 from hvfreeze.runs.files import reason_of
 from hvfreeze.timing import least_seconds
 from hvfreeze.wording import plural

@@ -20,8 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.rules import FITS, RESAMPLES, TOKENS
-from hvfreeze.config.sections import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
@@ -36,10 +34,12 @@ from hvfreeze.data.reading import (
     to_pixels,
     to_rgb,
 )
+from hvfreeze.data.settings import FITS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.settings import TOKENS, HeadConfig
 from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path
 from hvfreeze.plain_yaml import parse_plain_yaml
@@ -253,7 +253,7 @@ HEADS = re.compile(
     rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
 )
 """Valid heads: `last` is the architecture's own, and `mlp-WxW...` an `Mlp` in its place. The others read every block at
-P x P cells; of tokens they read the mean, or `:class` or `:grid` (see `config.rules.TOKENS`). `multi-level:P` is
+P x P cells; of tokens they read the mean, or `:class` or `:grid` (see `heads.settings.TOKENS`). `multi-level:P` is
 linear, `kernel:P` a `KernelHead`. With `:mirrored` the head averages over horizontal flips."""
 
 

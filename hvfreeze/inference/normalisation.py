@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from hvfreeze.config.rules import is_downloaded
-from hvfreeze.config.sections import ModelConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.views import Statistics
@@ -21,6 +19,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.hugging_face import read_statistics
 from hvfreeze.model.model_sources import timm_statistics
+from hvfreeze.model.settings import ModelConfig, is_downloaded
 from hvfreeze.model.weight_names import entry_of_file, find_entry
 from hvfreeze.model.weights import statistics_of_entry
 from hvfreeze.user_code import HF, TIMM

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.config.rules import is_table
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.own import picture
 from hvfreeze.data.reading import PixelArray
+from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
 from hvfreeze.inference.card import TextPreparation

@@ -18,11 +18,11 @@ from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.gradient_exchange import Scaling, sparse_parameters
 from hvfreeze.comm.replica_sync import broadcast_tensors
 from hvfreeze.comm.script_reducer import ScriptReducer
+from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import parse_compression
-from hvfreeze.config.sections import CRITERIA, FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.cadence import check_schedules
+from hvfreeze.freezing.settings import CRITERIA, FreezeConfig
 from hvfreeze.integration.script_world import log
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from hvfreeze.config.rules import is_url, parse_mlp
-from hvfreeze.config.sections import TINY_LM
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
+from hvfreeze.model.settings import TINY_LM, is_url
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weight_names import download, find_entry
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_state

@@ -30,9 +30,9 @@ from hvfreeze.cache.planning import (
 )
 from hvfreeze.comm.agreement import gather_results
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import CacheConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
+from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import RowSource
 from hvfreeze.runs.clock import PhaseClock
 

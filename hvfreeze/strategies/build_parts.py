@@ -15,14 +15,13 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
-from hvfreeze.config.section import CutConfig
-from hvfreeze.config.sections import FreezeConfig, OptimizerConfig
 from hvfreeze.config.tree import TEXT_STRATEGIES, Config
 from hvfreeze.data.views import blank, seen_shape
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.freezing.vote import Voter, coverage
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
@@ -33,6 +32,8 @@ from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
+from hvfreeze.strategies.settings import CutConfig
+from hvfreeze.training.settings import OptimizerConfig
 
 
 def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:

@@ -29,7 +29,6 @@ from hvfreeze.comm.replica_sync import (
     running_statistics,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
@@ -47,6 +46,7 @@ from hvfreeze.strategies.build_parts import (
     open_freezer,
 )
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from hvfreeze.config.section import StrategyConfig
+from hvfreeze.strategies.settings import StrategyConfig
 
 REGISTERED = (
     "settings:ReplicasConfig",

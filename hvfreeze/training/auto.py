@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvfreeze.config.sections import AUTO
 from hvfreeze.config.tree import Config
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.training.evaluation import Score, fall
 from hvfreeze.training.verb_settings import default, for_round, for_trial, solving, tuning, with_sgd
 from hvfreeze.training.verbs import Run

@@ -25,8 +25,6 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
-from hvfreeze.config.rules import is_downloaded, parse_class_weights, rule
-from hvfreeze.config.sections import AUTO, METRICS, TEXT, DataConfig
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_batches
 from hvfreeze.data.class_shares import majority_of
@@ -36,11 +34,13 @@ from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
+from hvfreeze.data.settings import TEXT, DataConfig
 from hvfreeze.data.tables import columns_of
 from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
@@ -49,6 +49,8 @@ from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
+from hvfreeze.model.settings import is_downloaded
+from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
@@ -64,6 +66,7 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.recipes import first_part, named, planned
+from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import solving, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 from hvfreeze.comm.mpi_environment import handling
-from hvfreeze.config.sections import TEXT
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import accuracy_in_words
+from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
 from hvfreeze.metrics import in_words, named_in

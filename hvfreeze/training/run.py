@@ -17,11 +17,12 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
-from hvfreeze.config.sections import AUTO, TEXT
 from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
 from hvfreeze.data.class_shares import accuracy_in_words
+from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
 from hvfreeze.integration.script_world import report_errors, script_world

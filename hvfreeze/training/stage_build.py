@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.config.sections import HeadConfig, ModelConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
 from hvfreeze.data.decoding import Images
@@ -22,10 +21,12 @@ from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.heads.probe import HeldOut, Probe, seen_by
+from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.segments import work_of
+from hvfreeze.model.settings import ModelConfig
 from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
 from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
 from hvfreeze.strategies.opening import open_strategy

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hvfreeze.config.sections import AUTO, AUTO_DEFAULTS, HeadConfig, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config
+from hvfreeze.freezing.settings import AUTO
+from hvfreeze.heads.settings import HeadConfig
+from hvfreeze.training.settings import AUTO_DEFAULTS, OptimizerConfig
 
 
 def solving(config: Config) -> Config:

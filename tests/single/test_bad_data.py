@@ -11,7 +11,7 @@ import pytest
 from tests.program import NOBODY, OFFLINE, Outcome, call, contents, save_photos, spawn, without_privileges
 from tests.single.refusing import SMALL, refused
 
-TRAIN_ON = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
+TRAIN_ON = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
 TRAIN_ON += ["--data", "imagefolder", "--data-dir"]
 
 

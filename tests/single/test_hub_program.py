@@ -12,7 +12,7 @@ from tests.program import call
 from tests.single.refusing import refused
 
 datasets = pytest.importorskip("datasets")
-SMALL = ["--model", "shufflenet_v2_x0_5", "--threads", "1"]
+SMALL = ["--model", "mlp-16x16", "--threads", "1"]
 
 
 def saved(folder: Path) -> str:

@@ -27,6 +27,9 @@ LEVELS = (
         "plain_load",
         "plain_yaml",
     ),
+    ("rules",),
+    ("section",),
+    ("settings",),
     ("config",),
     ("metrics",),
     ("tasks",),
@@ -38,10 +41,13 @@ LEVELS = (
     ("__main__",),
 )
 ALLOWED = {
+    "settings": {"errors", "wording", "user_code", "rules", "section"},
     "inference": {
         "__init__",
         "errors",
         "user_code",
+        "rules",
+        "settings",
         "config",
         "plain_yaml",
         "model",
@@ -54,7 +60,7 @@ ALLOWED = {
         "timing",
         "wording",
     },
-    "report": {"errors", "config", "metrics", "runs", "wording"},
+    "report": {"errors", "settings", "config", "metrics", "runs", "wording"},
     "doctor": {"errors", "memory", "torchvision_shim", "wording"},
     "allocator": {"memory"},
     "cache": {"errors", "files", "wording"},
@@ -63,8 +69,8 @@ ALLOWED = {
     "plain_load": {"errors"},
     "plain_yaml": set(),
     "torchvision_shim": set(),
-    "runs": {"errors", "files", "config", "metrics", "wording", "plain_load", "plain_yaml"},
-    "optim": {"errors", "config", "tasks"},
+    "runs": {"errors", "files", "rules", "settings", "config", "metrics", "wording", "plain_load", "plain_yaml"},
+    "optim": {"errors", "settings", "tasks"},
     "cli": {
         "errors",
         "wording",
@@ -129,9 +135,9 @@ def imports_of(text: str) -> list[str]:
 
 
 def home_of(module: str) -> str:
-    """The folder, or file, of hvfreeze that a module belongs to; settings of strategies are a part of `config`."""
-    if re.fullmatch(r"hvfreeze\.strategies\.(\w+\.)?(settings|registry)(\..*)?", module):
-        return "config"
+    """The folder, or file, of hvfreeze that a module belongs to; settings are a layer across folders."""
+    if re.fullmatch(r"hvfreeze\.(\w+\.)+(settings|registry)(\..*)?", module):
+        return "settings"
     return module.split(".")[1] if module.count(".") else "__init__"
 
 

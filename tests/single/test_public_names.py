@@ -11,9 +11,11 @@ import pytest
 
 import hvfreeze
 from hvfreeze import Config, FreezeConfig
-from hvfreeze.config.sections import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.settings import ModelConfig
+from hvfreeze.training.settings import OptimizerConfig, RunConfig
 from tests.program import ROOT
 
 PROMISED = {

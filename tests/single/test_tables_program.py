@@ -14,7 +14,7 @@ from PIL import Image
 from tests.program import Outcome, call
 from tests.single.refusing import refused
 
-SMALL = ["--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
+SMALL = ["--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
 
 
 def photos(folder: Path) -> Path:
@@ -77,7 +77,7 @@ def test_auto_takes_a_table_and_the_same_from_folders_gives_the_same_model(tmp_p
     (tmp_path / "same.csv").write_text("\n".join(text))
     digests = []
     for data in ("folders", "same.csv"):
-        flags = ["--model", "shufflenet_v2_x0_5", "--threads", "1", "--epochs", "1", "--cache", "auto"]
+        flags = ["--model", "mlp-16x16", "--threads", "1", "--epochs", "1", "--cache", "auto"]
         made = call("auto", str(tmp_path / data), *flags, "--run-dir", str(tmp_path / f"run {data}"))
         assert made.returncode == 0, str(made)
         digests.append(json.loads((tmp_path / f"run {data}" / "summary.json").read_text())["parameter_digest"])

@@ -16,7 +16,8 @@ from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
 from hvfreeze.cache.file.disk import Disk
-from hvfreeze.config.sections import CacheConfig, FreezeConfig
+from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.prefix.settings import CacheConfig
 
 BATCH_ROWS = 64
 MIN_PAIRS = 3

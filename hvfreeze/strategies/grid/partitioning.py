@@ -17,7 +17,6 @@ from hvfreeze.comm.mesh import Mesh
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.replica_sync import pooled_statistics
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
@@ -25,6 +24,7 @@ from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, tensors_o
 from hvfreeze.optim import Update
 from hvfreeze.plain_load import load_plain
 from hvfreeze.strategies.model_parallel import optimizer_state, put_optimizer_state
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

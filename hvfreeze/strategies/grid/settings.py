@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from hvfreeze.config.rules import choice, rule
-from hvfreeze.config.section import CutConfig, Parts, Refusal, setting
-from hvfreeze.config.sections import VOTE_WEIGHTS
+from hvfreeze.freezing.settings import VOTE_WEIGHTS
+from hvfreeze.rules import choice, rule
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import Accepted, CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 
@@ -35,6 +37,11 @@ class GridConfig(CutConfig):
     builder = "hvfreeze.strategies.grid.build:open_grid"
     page = "grid"
     blocks = "residual"
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "mixup": ((0.0,), "no rank has both the images and the labels of a batch"),
+        "compression": (("none", "fp16"), "choose fp16 or none"),
+        "optimizer": (("sgd", "adamw"), "choose sgd or adamw"),
+    }
 
     @property
     def redeals(self) -> bool:
@@ -63,20 +70,16 @@ class GridConfig(CutConfig):
         return place == 0 or self.redeals
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that do not go with a grid."""
-        optimizer, weight = config.optimizer, config.freeze.vote_weight
-        weight_fits = weight in VOTE_WEIGHTS or not self.redeals
-        kind = optimizer.compression.partition(":")[0]
-        return [
-            ("vote-weight", weight, weight_fits, "with --redeal on the set of voting ranks changes"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both the images and the labels of a batch"),
-            ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
-            ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-        ]
+        """Return the voting weights that do not go with ranks that are repartitioned."""
+        weight = config.freeze.vote_weight
+        fits = weight in VOTE_WEIGHTS or not self.redeals
+        return [("vote_weight", weight, fits, "with --redeal on the set of voting ranks changes")]
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of the pipeline have no effect if the model is not cut."""
         if ranks == 1 and leaf != "micro_batches":
             return "there is only one rank"
         whole = self.ranks_per_replica(ranks) == 1
-        return "--parts is 1" if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal") else None
+        if whole and leaf in ("cut_by", "cut_at", "pipeline", "redeal"):
+            return "--parts is 1"
+        return "no block is frozen" if leaf == "redeal" and self.redeals and not freezes else None

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.tasks import Task
+from hvfreeze.training.settings import OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import TensorLayout, raise_on_all_ranks
 from hvfreeze.comm.point_to_point import Wire, open_wire
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.segments import RunBlocks, block_seconds, drop_tensors
@@ -37,6 +36,7 @@ from hvfreeze.strategies.shared_trunk.tasks import (
     read_labels,
     tasks_of,
 )
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 EVALUATION = "evaluation."

@@ -22,7 +22,6 @@ from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import gather_tensors
 from hvfreeze.comm.resources import end_set_up
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
@@ -37,6 +36,7 @@ from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, dige
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.folders import meant_by
@@ -42,6 +41,7 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 LOSSES = ("cross-entropy", "balanced")

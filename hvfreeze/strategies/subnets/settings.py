@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hvfreeze.config.rules import between, parse_mlp
-from hvfreeze.config.section import Refusal, StrategyConfig, setting
+from hvfreeze.heads.settings import parse_mlp
+from hvfreeze.rules import between
+from hvfreeze.section import setting
+from hvfreeze.strategies.settings import Accepted, StrategyConfig
 
 Round = Annotated[int, between(1, 2**31 - 1)]
 
@@ -24,26 +26,12 @@ class SubnetsConfig(StrategyConfig):
     # What momentum remembers is other neurons'.
     defaults: ClassVar[Mapping[str, Any]] = {"model": "mlp", "momentum": 0.0}
     evaluates_more = batch_statistics = True
-
-    def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that need the whole network on a rank."""
-        freeze, optimizer = config.freeze, config.optimizer
-        return [
-            (
-                "freeze",
-                freeze.freeze,
-                freeze.freeze in ("none", "static"),
-                "all blocks before the MLP are always frozen",
-            ),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "there are no votes"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
-            (
-                "optimizer",
-                optimizer.optimizer,
-                optimizer.optimizer == "sgd",
-                "neurons change ranks, but optimizer state stays; choose sgd",
-            ),
-        ]
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (("none", "static"), "all blocks before the MLP are always frozen"),
+        "shadow": (("none",), "there are no votes"),
+        "compression": (("none",), "gradients are not exchanged"),
+        "optimizer": (("sgd",), "neurons change ranks, but optimizer state stays; choose sgd"),
+    }
 
     def has_trunk(self, config: Any) -> bool:
         """Return True if the MLP is the head of another model."""
@@ -53,6 +41,6 @@ class SubnetsConfig(StrategyConfig):
         """Return True if the MLP is the head of another model."""
         return self.has_trunk(config)
 
-    def unread(self, leaf: str, *, ranks: int) -> str | None:
+    def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return None: neurons are dealt on a single rank too."""
         return None

@@ -24,7 +24,6 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
 from hvfreeze.comm.world import LoneRank
-from hvfreeze.config.sections import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import UsageError
@@ -40,6 +39,7 @@ from hvfreeze.strategies.data_parallel import joined, open_replicas
 from hvfreeze.strategies.rounds import Rounds, RoundStrategy
 from hvfreeze.strategies.subnets.dealing import DEALT, LANES, RETURNED, SEEN, WHOLE, Deal, Exchange, Table, deal, put
 from hvfreeze.strategies.subnets.settings import SubnetsConfig
+from hvfreeze.training.settings import OptimizerConfig
 
 
 class Place(NamedTuple):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.sections import TINY_LM
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.model import model_sources
 from hvfreeze.model.model_sources import BuiltModel, set_memory_formats
 from hvfreeze.model.narrow_resnets import NarrowResNet
+from hvfreeze.model.settings import TINY_LM
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training import stage_build

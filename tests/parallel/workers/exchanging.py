@@ -13,11 +13,11 @@ from analysis.parts import vote_log
 from hvfreeze.comm.low_rank import seed_of
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.reading import Move
 

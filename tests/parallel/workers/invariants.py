@@ -16,16 +16,17 @@ from hvfreeze.comm import agreement, replica_sync
 from hvfreeze.comm.reducer import Observer, Reducer
 from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import DataConfig, FreezeConfig
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import TURNED
 from hvfreeze.data.reading import ORIENTATION
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.training import build
 from tests.parallel.workers.checking import messages

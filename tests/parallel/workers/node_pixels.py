@@ -21,16 +21,15 @@ import torch
 
 from hvfreeze.comm import node_memory
 from hvfreeze.comm.world import World
-from hvfreeze.config.section import StrategyConfig
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed
 from hvfreeze.data.cifar import ARCHIVES, read_archive
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.strategies.opening import replicas_of
-from hvfreeze.strategies.settings import ReplicasConfig
+from hvfreeze.strategies.settings import ReplicasConfig, StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.training import build, node_pixels
 from tests.program import save_photos

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import SoloWorld, World
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration import fit_head as fitted_head
 from hvfreeze.integration.cached_loader import CachedLoader
 from hvfreeze.integration.fit_head import fit_head

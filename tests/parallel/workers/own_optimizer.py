@@ -16,8 +16,8 @@ from torch.nn import functional
 from hvfreeze.comm.horovod_world import HorovodWorld
 from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import RunningWorld, script_world
 

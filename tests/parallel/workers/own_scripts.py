@@ -16,9 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
 from hvfreeze.comm.world import World
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.examples import image, text
 from hvfreeze.examples.data import TextClassifier, digits, reviews
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.torchvision_shim import torchvision
 from tests.parallel.workers.checking import with_folder

@@ -1,18 +1,12 @@
-"""Command lines: wrong ones get a line that says what to type, and those of the guides are right."""
+"""A wrong command line gets a line that says what to type."""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from hvfreeze.cli import COMMANDS, RUNS, parse
-from hvfreeze.config.flags import AUTO_EXAMPLES, EXAMPLES, configuration
+from hvfreeze.cli import parse
+from hvfreeze.config.flags import configuration
 from hvfreeze.errors import UsageError
-from tests.program import ROOT
 
 WRONG = {
     # a word that is not known
@@ -76,7 +70,8 @@ WRONG = {
     "train --cache on": "--cache (on) must be used with --augment none or views:K",
     "train --freeze static": "--freeze (static) must be given together with --cut K",
     "train --resume": "--resume (True) must be given together with --run-dir DIR",
-    "train --keep best": "given together with --validation-fraction F",
+    "train --keep best": "--keep is unknown here: it belongs to --validation-fraction F",
+    "train --resume-inexact": "--resume-inexact is unknown here: it belongs to --resume",
     "train --strategy shared-trunk --freeze linear": "--freeze (linear) must be left out with --strategy shared-trunk",
     "train --strategy stale-ring --mixup 0.2": "--mixup (0.2) must be left out with --strategy stale-ring",
     "train --strategy local-critics --accumulate 2": "--accumulate (2) must be left out with --strategy local-critics",
@@ -92,41 +87,3 @@ def test_a_wrong_command_line_gets_a_line_that_says_what_to_type(line: str, word
     with pytest.raises(UsageError) as refusal:
         configuration(parse(line.split()))
     assert words in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
-
-
-def commands_in(text: str) -> Iterator[list[str]]:
-    """Yield the words behind `hvfreeze` of each command in a text's lines, which may end in a backslash."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True) if re.search(r"\bhvfreeze [a-z]", line) else []
-        while "hvfreeze" in words:
-            words = words[words.index("hvfreeze") + 1 :]
-            if words and words[0] in (*RUNS, *COMMANDS):
-                yield words
-
-
-def commands_of_guides() -> list[tuple[str, list[str]]]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = [
-        (page, block) for page in pages for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
-    ]
-    found = [(page.relative_to(ROOT).as_posix(), words) for page, block in blocks for words in commands_in(block)]
-    return found + [("--help", words) for text in (EXAMPLES, AUTO_EXAMPLES) for words in commands_in(text)]
-
-
-@pytest.mark.parametrize(("page", "words"), commands_of_guides(), ids=lambda value: " ".join(value)[:60])
-def test_a_command_of_a_guide_is_right(
-    page: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Files of configuration that commands name are there.
-    monkeypatch.chdir(tmp_path)
-    for place in ("runs/good/config.yaml",):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place).write_text("lr: 0.1\n")
-    options = parse([word for word in words if word not in ("...", "&&")])
-    if words[0] in RUNS and not ("--resume" in words and words[0] == "auto"):
-        configuration(options)
-
-
-def test_the_guides_show_commands() -> None:
-    found = [words[0] for _, words in commands_of_guides()]
-    assert found.count("train") >= 20 and found.count("auto") >= 4

@@ -16,7 +16,7 @@ from hvfreeze.config.tree import Config, fields_of, leaves, settings_of, to_file
 from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import ROOT
 
-HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.comm", "hvfreeze.training")
+HEAVY = ("torch", "numpy", "horovod", "mpi4py", "h5py", "matplotlib", "hvfreeze.comm.world", "hvfreeze.training.run")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["report", "--help"]])

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.rules import parse_bytes, parse_cadence, parse_compression, parse_dirichlet, parse_views
-from hvfreeze.config.sections import CacheConfig, DataConfig, OptimizerConfig, RunConfig
+from hvfreeze.data.settings import DataConfig, parse_dirichlet, parse_views
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
+from hvfreeze.prefix.settings import CacheConfig, parse_bytes
+from hvfreeze.training.settings import OptimizerConfig, RunConfig, parse_cadence
 
 
 def test_views_are_counted() -> None:

@@ -10,8 +10,6 @@ import torch
 import yaml
 
 import hvfreeze
-from hvfreeze.config.section import Section, StrategyConfig
-from hvfreeze.config.sections import DataConfig, OptimizerConfig, RunConfig
 from hvfreeze.config.tree import (
     Config,
     fields_of,
@@ -21,10 +19,14 @@ from hvfreeze.config.tree import (
     sections,
     to_dict,
 )
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.plain_yaml import DEEPEST, MOST_BYTES, parse_plain_yaml
+from hvfreeze.section import Section
 from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
+from hvfreeze.training.settings import OptimizerConfig, RunConfig
 
 
 def test_leaves_have_names_of_their_own_and_a_text_each() -> None:
@@ -119,7 +121,7 @@ def test_an_exact_head_settles_the_epochs_and_the_cut_and_goes_round_through_a_f
         ({"pool": 0}, r"--pool \(0\) must be in 1..64"),
         (
             {"head_fit": "sgd"},
-            r"--head \(multi-level\) must be last with --head-fit sgd; pass --head-fit exact or kernel too",
+            r"--head \(multi-level\) must be last or mlp with --head-fit sgd; pass --head-fit exact or kernel too",
         ),
         ({"flips": "never"}, r"--flips \(never\) must be one of auto, on, mean, off"),
         ({"augment": "fresh"}, r"--augment \(fresh\) must be none or views:K with --head-fit exact"),

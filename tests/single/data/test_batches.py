@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.data.batches import choose, deal
 from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
 
 

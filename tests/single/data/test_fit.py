@@ -15,7 +15,7 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.reading import Reading, Sizes, fitted, notes_on_crop
 from tests.program import call
 
-RUN = "--model shufflenet_v2_x0_5 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
+RUN = "--model mlp-16x16 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
 
 
 def banner(colour: int) -> Image.Image:
@@ -115,7 +115,7 @@ def test_a_model_answers_for_images_made_to_fit_as_those_that_it_has_learned_fro
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fit pad", "--fit (pad) must be given together with --image-size"),
+        ("--fit pad", "--fit is unknown here: it belongs to --image-size"),
         ("--fit stretch --image-size 32", "--fit (stretch) must be one of crop, squash, pad"),
     ],
 )

@@ -198,9 +198,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_a_run_says_what_it_turns_and_its_card_how_files_are_read(photos: Path, tmp_path: Path) -> None:
-    flags = (
-        f"--model shufflenet_v2_x0_5 --data imagefolder --data-dir {photos} --image-size 32 --batch-size 8 --epochs 1"
-    )
+    flags = f"--model mlp-16x16 --data imagefolder --data-dir {photos} --image-size 32 --batch-size 8 --epochs 1"
     outcome = call("train", *flags.split(), "--threads", "1", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
     assert f"2 of 48 train {TURNED}" in outcome.stdout and f"1 of 8 test {TURNED}" in outcome.stdout

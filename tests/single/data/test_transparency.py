@@ -161,9 +161,7 @@ def draw_shapes(folder: Path, mode: str) -> Path:
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
 def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_them(tmp_path: Path, mode: str) -> None:
     folder, run = draw_shapes(tmp_path / "shapes", mode), tmp_path / "run"
-    flags = (
-        "--model shufflenet_v2_x0_5 --data imagefolder --batch-size 8 --epochs 1 --threads 1 --background 200,190,180"
-    )
+    flags = "--model mlp-16x16 --data imagefolder --batch-size 8 --epochs 1 --threads 1 --background 200,190,180"
     outcome = call("train", *flags.split(), "--data-dir", str(folder), "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     assert f"24 of 24 train {TRANSPARENT}" in outcome.stdout and "no effect" not in outcome.stdout
@@ -186,7 +184,7 @@ def test_a_background_that_is_no_colour_is_refused(value: str) -> None:
 
 
 def test_a_background_without_effect_is_told(tmp_path: Path) -> None:
-    flags = "--model shufflenet_v2_x0_5 --train-samples 60 --batch-size 8 --epochs 1 --threads 1 --background black"
+    flags = "--model mlp-16x16 --train-samples 60 --batch-size 8 --epochs 1 --threads 1 --background black"
     outcome = call("train", *flags.split(), "--image-size", "32", "--fit", "pad", "--run-dir", str(tmp_path / "run"))
     assert "--background (black) has no effect: no image is transparent or padded" in outcome.stdout
     assert "--fit (pad) has no effect: all images are square" in outcome.stdout

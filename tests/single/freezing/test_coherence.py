@@ -12,11 +12,11 @@ from torch import nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing import coherence as module
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.coherence import Coherence, Estimate, gap, piece, rate_of, share_gained
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.traced import in_blocks
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from hvfreeze.config.sections import CRITERIA as OFFERED
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.criteria import (
     CRITERIA,
     Evidence,
@@ -22,6 +20,8 @@ from hvfreeze.freezing.criteria import (
     percentile,
     rates_of_change,
 )
+from hvfreeze.freezing.settings import CRITERIA as OFFERED
+from hvfreeze.freezing.settings import FreezeConfig
 
 EVIDENCE = Evidence(
     cut=0,

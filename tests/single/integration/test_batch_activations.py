@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.single.integration.counted_images import ROWS, SAMPLES, image_model, images
 from tests.single.model.own_models import Text

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import freeze_by_vote
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.split_forward import SplitForward
 from hvfreeze.model.traced import blocks_of
@@ -176,9 +176,9 @@ class Now(Dataset[Any]):
         return torch.full((3, 8, 8), float(index)) * (-1.0 if drawn < self.share else 1.0), index % 3
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 def test_draws_for_a_part_of_the_samples_are_found(share: float, tmp_path: Path) -> None:
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         with pytest.raises(UsageError, match=r"returns a different sample.*pass views=K"):
             hvfreeze.CachedLoader(DataLoader(Now(share), ROWS * 4), still(image_model()), directory=tmp_path)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import log
 

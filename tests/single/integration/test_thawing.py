@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.config.sections import FreezeConfig
 from hvfreeze.freezing.coherence import Coherence
+from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 
 INTERVAL = 5

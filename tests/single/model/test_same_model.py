@@ -41,7 +41,7 @@ MEMBERS = {
     "vgg11_bn": 32,
     "vit*": 32,
 }
-BATCH = 16
+BATCH = 4
 
 
 @dataclass(frozen=True)

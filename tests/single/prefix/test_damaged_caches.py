@@ -19,7 +19,7 @@ from hvfreeze.cache.file.hdf5 import find_regions
 from tests.program import Outcome, call
 from tests.single.cache.test_evil_files import EVIL, FORGED, forge
 
-TRAINING = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "1"]
+TRAINING = ["--model", "mlp-16x16", "--train-samples", "64", "--batch-size", "16", "--epochs", "1"]
 TRAINING += ["--augment", "none", "--lr", "0.01", "--threads", "1", "--checkpoint-every", "0"]
 TRAINING += ["--freeze", "static", "--cut", "2"]
 

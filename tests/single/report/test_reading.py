@@ -173,17 +173,19 @@ def test_any_value_that_is_another_is_refused_or_shown(
     if name == "metrics.jsonl":
         value |= {"models": {"model-0": {"test_accuracy": 0.5, "test_loss": 1.0}}, "test_bits_per_character": 2.0}
         others = []
-    if name != "config.yaml":
-        # Nearly all of the time is YAML's.
-        once = functools.cache(reading.read_config)
-        monkeypatch.setattr(reading, "read_config", once)
-        monkeypatch.setattr(listing, "read_config", once)
+    # Nearly all of the time is YAML's.
+    once = functools.cache(reading.read_config)
+    monkeypatch.setattr(reading, "read_config", once)
+    monkeypatch.setattr(listing, "read_config", once)
     refused = 0
     for place in places_in(value):
         for odd in ODD if name != "config.yaml" else ("x", []):
             changed = replaced(value, place, odd)
             whole = "\n".join([json.dumps(changed), *others])
-            (run / name).write_text(yaml.safe_dump(changed) if name == "config.yaml" else whole)
+            # JSON is YAML, too.
+            (run / name).write_text(whole)
+            if name == "config.yaml":
+                once.cache_clear()
             try:
                 show_all(run)
             except RefusedError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from hvfreeze.__main__ import main
 from hvfreeze.cli import parse
@@ -30,7 +31,6 @@ from hvfreeze.report.figures import (
     plot_cuts,
     plot_gains,
     plot_phases,
-    save_figure,
     spread_out,
 )
 from hvfreeze.report.report import Section, write_page, write_report, write_report_page
@@ -153,6 +153,20 @@ def test_a_report_is_a_page_figures_and_numbers_the_same_bytes_each_time_and_ask
         assert (out / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of figures without a drawing, which takes most of a report's time."""
+
+    def save(figure: Figure, base: Path) -> Path:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base.with_name(base.name + ".png").write_bytes(b"")
+        svg = base.with_name(base.name + ".svg")
+        svg.write_text("<svg/>")
+        return svg
+
+    monkeypatch.setattr(figures, "save_figure", save)
+
+
 def test_a_runs_name_cannot_put_markup_into_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "<b>$x_{$", accuracies=[0.1, 0.2], freeze="linear", decisions=VOTES)
     write_report([run], out=tmp_path / "report")
@@ -195,11 +209,12 @@ def test_many_runs_are_drawn_at_any_width(tmp_path: Path, width: float) -> None:
     runs = load_runs(paths)
     for plot in (plot_accuracy_against_time, plot_phases, plot_cuts):
         figure = plot(runs, width=width)
-        save_figure(figure, tmp_path / "figure")
+        figure.draw_without_rendering()
         assert figure.get_figwidth() == width
     assert len(plot_cuts(runs, width=width).axes) == 12
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_blocks_gain_is_drawn_by_block_where_votes_have_looked_at_it(tmp_path: Path) -> None:
     gains = [[None, 0.25, 0.75], [None, 0.35, 0.65]]
     weighed = [{**line, "gains": gains} for line in VOTES]
@@ -212,6 +227,7 @@ def test_what_blocks_gain_is_drawn_by_block_where_votes_have_looked_at_it(tmp_pa
     assert "share of the gain of a step" in page and (tmp_path / "out/figures/gains.svg").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_each_model_of_a_run_that_trained_several_has_a_row(tmp_path: Path) -> None:
     path = write_run(tmp_path / "several", accuracies=[0.7])
     line = json.loads((path / "metrics.jsonl").read_text())
@@ -288,6 +304,7 @@ def test_a_page_of_any_sections_can_be_written(tmp_path: Path) -> None:
         assert text in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_command_is_broken_between_words_only_and_many_votes_are_folded(tmp_path: Path) -> None:
     votes = [vote(step, before=1, after=1, proposals=[1, 1], weights=[1.0, 1.0]) for step in range(1, 26)]
     folder = write_run(tmp_path / "a", accuracies=[0.5, 0.6, 0.7], decisions=votes, freeze="linear", schedule="cosine")
@@ -296,6 +313,7 @@ def test_a_command_is_broken_between_words_only_and_many_votes_are_folded(tmp_pa
     assert page.count("<details>") == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_accuracy_on_held_out_samples_is_said_to_be_that(tmp_path: Path) -> None:
     held = write_run(tmp_path / "a", accuracies=[0.5], validation_fraction=0.1)
     test = write_run(tmp_path / "b", accuracies=[0.5])

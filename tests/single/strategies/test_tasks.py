@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvfreeze.config.sections import DataConfig
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, Corpus, deal
 from hvfreeze.data.data_sets import open_data
+from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.optim import Mixture, Objective
 from hvfreeze.strategies.shared_trunk.features import Keys, worth_filling

@@ -22,7 +22,7 @@ from hvfreeze.data.images import ArraySource
 from hvfreeze.training.duplicates import duplicates_in_memory
 from tests.program import Outcome, call
 
-TRAIN = ["train", "--model", "shufflenet_v2_x0_5", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
+TRAIN = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
 TRAIN += ["--augment", "none", "--image-size", "16"]
 
 

@@ -14,7 +14,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.runs import trackers
 from tests.program import call
 
-FLAGS = ("--model", "shufflenet_v2_x0_5", "--train-samples", "32", "--batch-size", "16", "--threads", "1")
+FLAGS = ("--model", "mlp-16x16", "--train-samples", "32", "--batch-size", "16", "--threads", "1")
 
 
 class Remembers:
@@ -102,7 +102,7 @@ def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..
 
 def test_what_auto_does_is_told_by_verb(use: Callable[..., None], tmp_path: Path) -> None:
     use(mlflow=Remembers)
-    flags = ("--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--epochs", "1", "--threads", "1")
+    flags = ("--model", "mlp-16x16", "--train-samples", "64", "--epochs", "1", "--threads", "1")
     made = call("auto", "digits", *flags, "--track", "mlflow", "--run-dir", str(tmp_path))
     assert made.returncode == 0, str(made)
     assert {"solve/held_out_loss", "finish/test_accuracy"} <= {name for name, _ in Remembers.made[0].told}

@@ -16,7 +16,7 @@ from hvfreeze.data.class_shares import accuracy_in_words, majority_of
 from hvfreeze.metrics import balanced_accuracy
 from tests.program import Outcome, call
 
-FLAGS = "--model shufflenet_v2_x0_5 --batch-size 8 --threads 1 --augment none"
+FLAGS = "--model mlp-16x16 --batch-size 8 --threads 1 --augment none"
 
 
 @pytest.mark.parametrize(

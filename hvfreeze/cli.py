@@ -341,6 +341,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             from hvfreeze.config.flags import hint_at
 
             hint = hint_at(rest[0].partition("=")[0], options.command)
+            if options.command == "train" and not rest[0].startswith("-"):
+                hint = "; name data with --data or --data-dir"
         raise UsageError(f"unknown argument '{rest[0]}'{hint}")
     return options
 

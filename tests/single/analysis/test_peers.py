@@ -128,7 +128,7 @@ def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> No
     rows = [row(f"n1000-{label}", seed, took, right) for seed in range(3) for label, took, right in made]
     ((_, own),) = by_samples(Results(Path(), rows))
     assert shortest(own, full=False) == "n1000-exact-e1"
-    assert "linear head, solved +9.7 points" in ahead(own)[0]
+    assert "linear head, fitted +9.7 points" in ahead(own)[0]
     ((_, without),) = by_samples(Results(Path(), [each for each in rows if "exact" not in each["label"]]))
     assert shortest(without, full=False) is None
 

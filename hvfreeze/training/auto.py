@@ -27,7 +27,7 @@ BATCHES, MIN_STEPS = (64, 32, 16), 400
 TRIAL_STEPS, MIN_FALL = 20, 0.15
 """20 steps lower the probe's loss by 19 to 60 % on far tasks, and raise it by 1 to 21 % on near ones."""
 MANY_SAMPLES = 30_000
-"""With so many samples a round is the trial: it lowers CIFAR-10's loss by 29 % with 50,000 images, 10 % with 20,000."""
+"""Samples from which a round is the trial: it lowers CIFAR-10's loss by 29 % with 50,000 images, 10 % with 20,000."""
 FIRST_ROUND_EPOCHS, FIRST_ROUND_STEPS = 3, 100
 """The first round has 3 epochs, at least 100 steps: enough for photographs, and for 50,000 images of CIFAR-10."""
 MIN_FALL_TO_CONTINUE = 0.4

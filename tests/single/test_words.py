@@ -104,7 +104,6 @@ EXCEPTIONS = {
     ("hvfreeze/freezing/coherence.py", "the distance doubles"): "the verb",
     ("hvfreeze/integration/fit_head.py", "nobody stops it"): "a reason that no user sees",
     ("hvfreeze/integration/horovod_compat.py", "beside."): "the name of a parameter",
-    ("hvfreeze/training/auto.py", "a whole round tells"): "the comment of a constant",
     ("hvfreeze/training/verbs.py", "Args: solving:"): "the name of an argument",
     ("hvfreeze/training/verbs.py", "tuning: settings for"): "the name of an argument",
 }

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.data.batches import Batch, grouped
+from hvfreeze.data.batches import Batch, group_batches
 
 CHUNK_ROWS = 512
 """Least number of rows per chunk; in smaller ones, calls take as long as products."""
@@ -193,7 +193,7 @@ class RowsOfBatches:
         self._fetch, self._expect, self._held_out, self._weights = fetch, expect, held_out, weights
         each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
         first = sampled or 0
-        self._groups = [*grouped(batches[:first], each), *grouped(batches[first:], each)]
+        self._groups = [*group_batches(batches[:first], each), *group_batches(batches[first:], each)]
         self._first = None if sampled is None else -(-first // each)
         self.kept = fits(rows_in(batches if sampled is None else batches[:first]), width, memory_bytes)
         self._chunks: dict[int, Chunk] = {}

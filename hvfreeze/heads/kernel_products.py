@@ -28,8 +28,8 @@ TILE = 512
 ROUNDED_FROM = 16_384
 """Rows from which kernel values are rounded to 16 bits, cached or not: it halves the cache. The errors, 4e-6 of
 standard deviation, make those of the whole matrix 9e-6 times the root of its rows: far below every penalty."""
-LEVELS = 65_534
-"""Steps between 0 and 1 of a rounded kernel value: an even number, so that 1 is not beyond the largest of 16 bits."""
+LEVELS = 65_535
+"""Steps between 0 and 1 of a rounded kernel value, of 16 bits."""
 BLOCK_BYTES = 2**26
 """Allocated at a time for the cache: tiles allocated one by one, between temporaries, take half as much again."""
 ALIGNED = 64
@@ -46,22 +46,24 @@ class TileCache:
         """Take the memory for tiles, whether kernel values are rounded, and a tile's most `cells`."""
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._left = memory_bytes
-        self._block = torch.empty(0, dtype=torch.short if rounded else torch.float32)
+        self._block = torch.empty(0, dtype=torch.uint16 if rounded else torch.float32)
         self._wide = torch.empty(cells) if rounded else None
+        self.scale = 1 / LEVELS if rounded else 1.0
+        """Tiles times this are kernel values; vectors are multiplied by it, which are smaller."""
 
     def __call__(self, place: tuple[int, int], rows: Tensor, centres: Tensor) -> Tensor:
-        """Return the tile of `rows` and `centres`, (A, B) float32, at `place`; valid until the next call."""
+        """Return the tile of `rows` and `centres` over `scale`, (A, B) float32, at `place`; until the next call."""
         tile = self._cached.get(place)
         if tile is None:
             tile = gaussian(rows, centres)
             if self._wide is not None:
-                tile = tile.sub_(0.5).mul_(LEVELS).round_().to(self._block.dtype)
+                tile = tile.mul_(LEVELS).round_().to(self._block.dtype)
             cells = -(-tile.numel() // ALIGNED) * ALIGNED
             if cells * tile.element_size() <= self._left:
                 tile = self._cached[place] = self._allocate(cells)[: tile.numel()].view_as(tile).copy_(tile)
         if self._wide is None:
             return tile
-        return self._wide[: tile.numel()].view_as(tile).copy_(tile).mul_(1 / LEVELS).add_(0.5)
+        return self._wide[: tile.numel()].view_as(tile).copy_(tile)
 
     def _allocate(self, cells: int) -> Tensor:
         """Return memory for as many kernel values, of which there is enough."""
@@ -178,7 +180,7 @@ class Gram(Products):
     def _partial(self, vectors: Tensor) -> Tensor:
         # Vectors first: this order of the product is three times as fast for few of them.
         whole = torch.zeros_like(vectors)
-        given, sums = vectors.split(TILE, 1), whole.split(TILE, 1)
+        given, sums = (vectors * self._tiles.scale).split(TILE, 1), whole.split(TILE, 1)
         places = list(self._places())
         for number, (above, right) in enumerate(places):
             tile = self._tiles((above, right), self._rows[above], self._rows[right])
@@ -259,6 +261,7 @@ class CentreProducts(Products):
         for number, (strip, _, _, weight, held) in enumerate(self._rows):
             given = (targets(slice(done, done + len(strip))).float() * weight[:, None]).t().repeat(copies, 1)
             given[self._columns :, held] = 0
+            given *= self._tiles.scale
             part = given @ self._tiles((number, 0), strip, self._centres)
             sums = part.double() if sums is None else sums.add_(part)
             done += len(strip)
@@ -269,7 +272,7 @@ class CentreProducts(Products):
 
     def answers(self, weights: Tensor) -> Tensor:
         """Return K_C A of this rank's rows, (B, C) float32, for A, (M, C). Not a collective."""
-        across, done = weights.t().float().contiguous(), 0
+        across, done = (weights.t() * self._tiles.scale).float().contiguous(), 0
         # Allocated at once: parts of it between strips, which are freed, would leave holes of gigabytes in all.
         answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
         for number, (strip, *_) in enumerate(self._rows):
@@ -280,12 +283,12 @@ class CentreProducts(Products):
 
     def _partial(self, vectors: Tensor) -> Tensor:
         # float64: the sums of the largest eigenvalues would swallow the smallest, which a weak penalty counts on.
-        sums = torch.zeros(2, *vectors.shape, dtype=torch.float64)
+        sums, vectors = torch.zeros(2, *vectors.shape, dtype=torch.float64), vectors * self._tiles.scale
         for number, (strip, is_centre, there, weight, held) in enumerate(self._rows):
             tile = self._tiles((number, 0), strip, self._centres)
             answers = vectors @ tile.t()
             sums[1][:, there] = answers[:, is_centre].double()
-            answers *= weight
+            answers *= weight * self._tiles.scale
             answers[self._columns :, held] = 0
             sums[0] += answers @ tile
             if self.report((number + 1) / len(self._rows)):

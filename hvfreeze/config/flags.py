@@ -30,7 +30,8 @@ from hvfreeze.config.tree import (
 )
 from hvfreeze.data.settings import DATA_SETS, TEXT, is_table
 from hvfreeze.errors import EXIT_CODES, UsageError
-from hvfreeze.freezing.settings import AUTO
+from hvfreeze.freezing.settings import AUTO, BY_HAND
+from hvfreeze.model.settings import TINY_LM
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
@@ -91,20 +92,28 @@ def add_train(train: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 CHOICES = ("strategy", "freeze", "shadow", "cache", "head", "head_fit", "optimizer", "data", "augment", "cut_by")
 """Settings that determine which other settings there are."""
+ASSUMED = {"augment": "views:1", "image_size": 32, "validation_fraction": 0.1, "resume": True, "run_dir": "runs/a"}
+"""Settings with which the help shows the flags that need them, as most runs may have them."""
+IMPLIED: dict[str, dict[str, Any]] = {
+    "static": {"cut": 1},
+    "kernel": {"head": "multi-level"},
+    TEXT: {"model": TINY_LM, "augment": "none"},
+}
+"""Settings that a choice needs to be valid."""
 
 
 def choices_in(words: Sequence[str]) -> dict[str, Any]:
     """Return the valid choices on a command line, for its help."""
-    chosen: dict[str, Any] = {"augment": "views:1"}
+    chosen: dict[str, Any] = dict(ASSUMED)
     for name in CHOICES:
         for place, word in enumerate(words):
             flag, equals, value = word.partition("=")
             if flag == flag_of(name):
                 value = value if equals else next(iter(words[place + 1 :]), "")
-                more = {"cut": 1} if value == "static" else {"head": "multi-level"} if value == "kernel" else {}
+                changed = {**chosen, **IMPLIED.get(value, {}), name: value}
                 with suppress(UsageError):
-                    build(with_defaults({**chosen, **more, name: value}))
-                    chosen |= {**more, name: value}
+                    build(with_defaults(changed))
+                    chosen = changed
     return chosen
 
 
@@ -113,8 +122,8 @@ AUTO_EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze auto photos --weights DEFAULT
 """
 IMAGES, BUILT_IN = "imagefolder", tuple(name for name in DATA_SETS if name not in ("imagefolder", TEXT))
-NOT_OF_AUTO = ("data", "context", "freeze", "keep", "early_stop")
-"""Settings that `hvfreeze auto` chooses, in addition to those of strategies."""
+NOT_OF_AUTO = ("data", "context", "freeze")
+"""Settings that `hvfreeze auto` chooses, in addition to the settings of strategies and the settings `BY_HAND`."""
 
 
 def add_auto(auto: argparse.ArgumentParser) -> None:
@@ -138,7 +147,8 @@ def add_auto(auto: argparse.ArgumentParser) -> None:
 
 def settings_of_auto() -> tuple[str, ...]:
     """Return the names of the settings of `hvfreeze auto`."""
-    return tuple(name for name, (section, *_) in leaves().items() if section != "strategy" and name not in NOT_OF_AUTO)
+    found = {name: leaf for name, (section, leaf, _) in leaves().items() if section != "strategy"}
+    return tuple(name for name, leaf in found.items() if name not in NOT_OF_AUTO and BY_HAND not in leaf.metadata["of"])
 
 
 class HelpAll(argparse.Action):
@@ -169,6 +179,7 @@ def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any, shown: Config)
     if leaf.name == "strategy":
         text += "; ".join(f" {name} ({first_line(kind)})" for name, kind in STRATEGIES.items())
     usual = getattr(getattr(shown, leaves()[leaf.name][0]), leaf.name, None)
+    usual = leaf.default if leaf.name in ASSUMED else usual
     text += "" if usual is None else f" [{usual}]"
     return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=text)
 

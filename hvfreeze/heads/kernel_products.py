@@ -28,8 +28,8 @@ TILE = 512
 ROUNDED_FROM = 16_384
 """Number of rows from which kernel values are rounded to 16 bits, which halves the cache. The rounding error has a
 standard deviation of 4e-6, and of 9e-6 times the root of the rows for the whole matrix, far below every penalty."""
-LEVELS = 65_534
-"""Steps between 0 and 1 of a rounded kernel value, an even number so that 1 fits 16 bits."""
+LEVELS = 65_535
+"""Steps between 0 and 1 of a rounded kernel value, of 16 bits."""
 BLOCK_BYTES = 2**26
 """Bytes per allocation of the cache: allocating single tiles between temporaries takes 1.5 times the memory."""
 ALIGNED = 64
@@ -46,22 +46,24 @@ class TileCache:
         """Take the memory limit, whether kernel values are rounded, and the largest size of a tile, `cells`."""
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._left = memory_bytes
-        self._block = torch.empty(0, dtype=torch.short if rounded else torch.float32)
+        self._block = torch.empty(0, dtype=torch.uint16 if rounded else torch.float32)
         self._wide = torch.empty(cells) if rounded else None
+        self.scale = 1 / LEVELS if rounded else 1.0
+        """Tiles times this are kernel values; vectors are multiplied by it, which are smaller."""
 
     def __call__(self, place: tuple[int, int], rows: Tensor, centres: Tensor) -> Tensor:
-        """Return the tile of `rows` and `centres`, (A, B) float32, at `place`; valid until the next call."""
+        """Return the tile of `rows` and `centres` over `scale`, (A, B) float32, at `place`; until the next call."""
         tile = self._cached.get(place)
         if tile is None:
             tile = gaussian(rows, centres)
             if self._wide is not None:
-                tile = tile.sub_(0.5).mul_(LEVELS).round_().to(self._block.dtype)
+                tile = tile.mul_(LEVELS).round_().to(self._block.dtype)
             cells = -(-tile.numel() // ALIGNED) * ALIGNED
             if cells * tile.element_size() <= self._left:
                 tile = self._cached[place] = self._allocate(cells)[: tile.numel()].view_as(tile).copy_(tile)
         if self._wide is None:
             return tile
-        return self._wide[: tile.numel()].view_as(tile).copy_(tile).mul_(1 / LEVELS).add_(0.5)
+        return self._wide[: tile.numel()].view_as(tile).copy_(tile)
 
     def _allocate(self, cells: int) -> Tensor:
         """Return memory for `cells` kernel values."""
@@ -177,7 +179,7 @@ class Gram(Products):
     def _partial(self, vectors: Tensor) -> Tensor:
         # Vectors first: this order of the product is 3x faster for few of them.
         whole = torch.zeros_like(vectors)
-        given, sums = vectors.split(TILE, 1), whole.split(TILE, 1)
+        given, sums = (vectors * self._tiles.scale).split(TILE, 1), whole.split(TILE, 1)
         places = list(self._places())
         for number, (above, right) in enumerate(places):
             tile = self._tiles((above, right), self._rows[above], self._rows[right])
@@ -260,6 +262,7 @@ class CentreProducts(Products):
         for number, (strip, _, _, weight, held) in enumerate(self._rows):
             given = (targets(slice(done, done + len(strip))).float() * weight[:, None]).t().repeat(copies, 1)
             given[self._columns :, held] = 0
+            given *= self._tiles.scale
             part = given @ self._tiles((number, 0), strip, self._centres)
             sums = part.double() if sums is None else sums.add_(part)
             done += len(strip)
@@ -270,7 +273,7 @@ class CentreProducts(Products):
 
     def answers(self, weights: Tensor) -> Tensor:
         """Return K_C A of this rank's rows, (B, C) float32, for A, (M, C). Not a collective."""
-        across, done = weights.t().float().contiguous(), 0
+        across, done = (weights.t() * self._tiles.scale).float().contiguous(), 0
         # Allocated at once: parts between freed strips would fragment gigabytes of memory.
         answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
         for number, (strip, *_) in enumerate(self._rows):
@@ -281,12 +284,12 @@ class CentreProducts(Products):
 
     def _partial(self, vectors: Tensor) -> Tensor:
         # float64: in float32 the largest eigenvalues would hide the smallest, which matter for a weak penalty.
-        sums = torch.zeros(2, *vectors.shape, dtype=torch.float64)
+        sums, vectors = torch.zeros(2, *vectors.shape, dtype=torch.float64), vectors * self._tiles.scale
         for number, (strip, is_centre, there, weight, held) in enumerate(self._rows):
             tile = self._tiles((number, 0), strip, self._centres)
             answers = vectors @ tile.t()
             sums[1][:, there] = answers[:, is_centre].double()
-            answers *= weight
+            answers *= weight * self._tiles.scale
             answers[self._columns :, held] = 0
             sums[0] += answers @ tile
             if self.report((number + 1) / len(self._rows)):

@@ -190,7 +190,7 @@ class SumsOverRanks:
     def _local_sums(self, weights: Tensor, subset: Subset) -> Tensor:
         """Return this rank's sums: numbers, then the gradient for raw features and the intercept."""
         weight, bias = self._standard.folded(weights, mean=self._standard.offset)
-        weight, bias = weight.float(), bias.float()[:, None]
+        weight, bias = weight.float(), bias.float()
         result = torch.zeros(NUMBERS + math.prod(self.shape), dtype=torch.float64)
         gradient = result[NUMBERS:].view(self.shape)
         result[NUMBERS - 1] = self._stop()
@@ -201,7 +201,9 @@ class SumsOverRanks:
     def _add(self, chunk: Chunk, weight: Tensor, bias: Tensor, held: Tensor, result: Tensor, gradient: Tensor) -> None:
         """Add a chunk's sums to `result`; `gradient` is a view of it."""
         features, info = self._standard.taken(chunk.features), chunk.info
-        terms = terms_of(self._task, torch.addmm(bias, weight, features.t()), info.labels)
+        # Rows first: this order of the product takes half the time of the other.
+        answers = torch.addmm(bias, features, weight.t()).t().contiguous()
+        terms = terms_of(self._task, answers, info.labels)
         fitted, judging = info.weights * ~held, info.weights * held
         result[:3] += _sums(terms.losses * fitted, fitted, terms.bends * fitted)
         if held.any():

@@ -35,7 +35,7 @@ def test_fitted_classifiers_load_and_run_from_a_file_without_hvfreeze(tmp_path: 
     for head in ("linear", "kernel"):
         (tmp_path / head).mkdir()
         save_fitted(tmp_path / head, kernel=head == "kernel")
-    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert reader.returncode == 0, reader.stderr
 
 

@@ -188,7 +188,7 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     unknown = tmp_path / "unknown"
     shutil.copytree(finished.images / "test", unknown)
     (unknown / "red").rename(unknown / "white")
-    refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is not one of the")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is not one of")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
     file = finished.images / "test" / "red" / "00.png"
     refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is not a folder")

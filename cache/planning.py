@@ -27,7 +27,6 @@ PROBE_BYTES = 24 << 20
 PROBE_SECONDS = 0.15
 """Longest time of the write measurement, in seconds; reading may take twice as long."""
 SYNC_BYTES = 4 << 20
-PROBE_BATCHES = 24
 SLOW_DISK = 1e-8
 """Assumed seconds per byte of a disk that cannot be measured because it is full."""
 
@@ -131,7 +130,7 @@ def _time_reads(
     num_rows, row_bytes = written // batch.shape[1], batch.shape[1]
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     mapped = MappedRows(descriptor, offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
-    order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:PROBE_BATCHES]
+    order = torch.from_numpy(np.random.default_rng(1).permutation(num_rows)).split(len(batch))[:24]
     seconds, processor_seconds = [], []
     for _ in ("cold", "warm"):
         start, start_cpu, num_bytes = time.perf_counter(), time.thread_time(), 0

@@ -21,7 +21,6 @@ SETTINGS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Environment variables with the effect of `KEEPING`, for a process that has not started."""
 USERS_CHOICE = (*SETTINGS, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 """Environment variables that set how much freed memory glibc keeps."""
-WATCH_SECONDS = 1.0
 
 _kept = False
 
@@ -74,7 +73,7 @@ def give_back() -> None:
 
 def _watch() -> None:
     while available_bytes() > bytes_in(Path("/proc/self/status"), "VmRSS:"):
-        time.sleep(WATCH_SECONDS)
+        time.sleep(1)
     _set(RETURNING)
     give_back()
 

@@ -143,7 +143,6 @@ class Objective:
 
 OWN_RATE = "own_lr"
 """Key of a parameter group for its learning rate at the start of --schedule."""
-BETA_2 = 0.999
 
 
 class Update:
@@ -222,7 +221,7 @@ def open_optimizer(
         for (rate, decay), parameters in groups.items()
     ]
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parts, lr=base, betas=(settings.momentum, BETA_2), fused=fused or None)
+        return torch.optim.AdamW(parts, lr=base, betas=(settings.momentum, 0.999), fused=fused or None)
     if settings.optimizer == "lars":
         return LARS(parts, lr=base, momentum=settings.momentum)
     return torch.optim.SGD(parts, lr=base, momentum=settings.momentum, nesterov=settings.nesterov)

@@ -17,14 +17,12 @@ import namespaces
 
 TUN = "/dev/net/tun"
 MTU = 65000
-FRAME = 65536
 MOST_AT_ONCE = 16
 """Frames read before due frames are sent, because an unlimited sender would keep the link reading."""
 MOST_WAITING = 4096
 """Frames queued in one direction; further ones are lost, as in a switch whose buffer is full."""
 WAKING = 50e-6
 """Seconds before a frame is due from which the link polls the clock instead of sleeping, because waking takes time."""
-_SET_INTERFACE, _TAP, _BARE = 0x400454CA, 0x0002, 0x1000
 
 
 def refusal() -> str:
@@ -79,7 +77,8 @@ def start_link(port: str, node: int, seconds: float, *, inherited: tuple[int, ..
 def open_interface(name: str) -> int:
     """Return a descriptor that reads what the new interface sends, and writes what it receives."""
     descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    fcntl.ioctl(descriptor, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), _TAP | _BARE))
+    # TUNSETIFF; IFF_TAP | IFF_NO_PI
+    fcntl.ioctl(descriptor, 0x400454CA, struct.pack("16sH22x", name.encode(), 0x0002 | 0x1000))
     return descriptor
 
 
@@ -103,7 +102,7 @@ def receive(descriptor: int, frames: deque[tuple[float, bytes]], seconds: float)
     """Read the frames that an interface has sent, up to MOST_AT_ONCE."""
     for _ in range(MOST_AT_ONCE):
         try:
-            frame = os.read(descriptor, FRAME)
+            frame = os.read(descriptor, 65536)
         except OSError:  # nothing more, or the interface is down
             return
         if len(frames) < MOST_WAITING:

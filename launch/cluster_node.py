@@ -16,7 +16,6 @@ from pathlib import Path
 import namespaces
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "sshd"
-SSH_START_SECONDS = 10.0
 
 # UsePAM and StrictModes off: the node has no accounts but root, and the keys live outside a home directory.
 SSHD_CONFIG = """\
@@ -157,7 +156,7 @@ def _wait_for_ssh(address: str, sshd: subprocess.Popen[bytes]) -> None:
     Raises:
         RuntimeError: it ended or did not answer; with the end of its log.
     """
-    deadline = time.monotonic() + SSH_START_SECONDS
+    deadline = time.monotonic() + 10
     while time.monotonic() < deadline and sshd.poll() is None:
         try:
             socket.create_connection((address, 22), timeout=1).close()

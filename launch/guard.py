@@ -20,8 +20,6 @@ from pathlib import Path
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_SECONDS = 10.0
-_SET_PARENT_DEATH_SIGNAL = 1
-_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,13 @@ def run(
     """
     control = ctypes.CDLL(None).prctl
     # Orphans of the command become children of this process, so that it can find and end them.
-    control(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    control(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     waited = {signal.SIGCHLD, *passed_on()}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     child = os.fork()
     if child == 0:
         try:
-            control(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+            control(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
             os.setsid()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
             if prepare is not None:

@@ -22,7 +22,6 @@ from cluster_state import PREFIX, Cluster, ClusterError, Node, Plan, clusters, l
 from cluster_supervisor import ENDING, supervise
 
 LAUNCH = Path(__file__).resolve().parent
-STOP_SECONDS = 10.0
 SSHD_USER = "sshd"
 """The user that sshd needs. While its package is being installed, the program exists before the user does."""
 
@@ -124,7 +123,7 @@ def down(name: str) -> None:
                 number = signal.SIGKILL
             except (ClusterError, ProcessLookupError):
                 pass
-            patience = time.monotonic() + STOP_SECONDS
+            patience = time.monotonic() + 10
         time.sleep(0.02)
 
 

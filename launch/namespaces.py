@@ -11,18 +11,10 @@ import signal
 import subprocess
 import sys
 
-NEW_MOUNTS = 0x00020000
-NEW_HOST_NAME = 0x04000000
-NEW_IPC = 0x08000000
+# Flags of Linux's unshare(2).
 NEW_PIDS = 0x20000000
 NEW_NETWORK = 0x40000000
-NEW_NODE = NEW_MOUNTS | NEW_HOST_NAME | NEW_IPC | NEW_PIDS | NEW_NETWORK
-
-_BIND = 4096
-_RECURSIVE = 16384
-_SLAVE = 1 << 19
-_SET_PARENT_DEATH_SIGNAL = 1
-_SET_TIMER_SLACK = 29
+NEW_NODE = 0x00020000 | 0x04000000 | 0x08000000 | NEW_PIDS | NEW_NETWORK  # and mounts, host name, IPC
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,22 +45,22 @@ def enter(pid: int, kinds: tuple[str, ...]) -> None:
 
 def die_with_parent(number: signal.Signals) -> None:
     """Send the calling process this signal when its parent ends for any reason."""
-    _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0), "prctl")
+    _checked(_libc.prctl(1, int(number), 0, 0, 0), "prctl")  # PR_SET_PDEATHSIG
 
 
 def outlive_parent() -> None:
     """Undo `die_with_parent`."""
-    _checked(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0), "prctl")
+    _checked(_libc.prctl(1, 0, 0, 0, 0), "prctl")  # PR_SET_PDEATHSIG
 
 
 def wake_on_time() -> None:
     """Wake the calling process at the requested time; by default the kernel may take 50 microseconds more."""
-    _checked(_libc.prctl(_SET_TIMER_SLACK, 1, 0, 0, 0), "prctl")
+    _checked(_libc.prctl(29, 1, 0, 0, 0), "prctl")  # PR_SET_TIMERSLACK
 
 
 def keep_mounts_private() -> None:
     """Keep further mounts in this mount namespace; the host's later mounts still appear in it."""
-    _checked(_libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount --make-rslave /")
+    _checked(_libc.mount(None, b"/", None, 1 << 14 | 1 << 19, None), "mount --make-rslave /")  # MS_REC | MS_SLAVE
 
 
 def mount(kind: str, target: str, *, options: str = "") -> None:
@@ -79,7 +71,8 @@ def mount(kind: str, target: str, *, options: str = "") -> None:
 
 def bind(source: str, target: str) -> None:
     """Show the file or directory `source` at `target`."""
-    _checked(_libc.mount(source.encode(), target.encode(), None, _BIND, None), f"bind {source} on {target}")
+    # MS_BIND
+    _checked(_libc.mount(source.encode(), target.encode(), None, 1 << 12, None), f"bind {source} on {target}")
 
 
 def refusal() -> str:

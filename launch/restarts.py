@@ -44,7 +44,6 @@ FILE_FLAGS = ("-hostfile", "--hostfile", "-machinefile", "--machinefile")
 HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([1-9][0-9]{0,5}))?")
 """A valid host name with slots. ssh takes a name that begins with - for an option, which may run a command.
 launch/hosts.sh and `hvfreeze doctor` have the same rule."""
-LONGEST_PAUSE_SECONDS = 300.0
 
 
 def reason(code: int) -> str:
@@ -207,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
         preempted = outcome.code == PREEMPTED
         again = outcome.code not in FINAL and attempt <= options.max_restarts and not told
         failures += not preempted
-        seconds = min(options.backoff * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS) if again and not preempted else 0.0
+        seconds = min(options.backoff * 2 ** (failures - 1), 300.0) if again and not preempted else 0.0
         entry = {
             "attempt": attempt,
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),

@@ -141,7 +141,6 @@ class RowFormat:
 FORMAT = "hvfreeze activation cache"
 VERSION = 1
 PAYLOAD = "activations"
-RANGE_BYTES = 1 << 20
 MAX_ROWS = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 20
 # Room for the numbers that only publication knows, and a multiple that keeps equal files equally long.
@@ -164,7 +163,7 @@ class Manifest:
     @property
     def range_rows(self) -> int:
         """Rows under one SHA-256, about 1 MiB."""
-        return max(1, RANGE_BYTES // self.row.row_bytes)
+        return max(1, (1 << 20) // self.row.row_bytes)
 
     @property
     def num_ranges(self) -> int:

@@ -26,7 +26,6 @@ import h5py
 import numpy as np
 
 PAGE_BYTES = 4096
-MAX_DIMENSIONS = 9
 ALLOWED_TYPES = ("<f2", "<f4", "<f8", "<u2", "<i4", "<i8", "|u1")
 # Metadata checksums come with this version of the file format.
 VERSION_BOUNDS = ("v110", "v110")
@@ -174,7 +173,7 @@ def _region(file: h5py.File, name: str, file_size: int) -> Region:
     if dtype is None:
         raise CacheFault(f"the type of '{name}' is not one of {', '.join(ALLOWED_TYPES)}")
     _require(space.get_simple_extent_type() == h5py.h5s.SIMPLE, f"'{name}' is not an array")
-    _require(0 < space.get_simple_extent_ndims() <= MAX_DIMENSIONS, f"'{name}' has too many dimensions")
+    _require(0 < space.get_simple_extent_ndims() <= 9, f"'{name}' has too many dimensions")
     region = Region(dataset.get_offset() or 0, tuple(map(int, space.get_simple_extent_dims())), dtype)
     inside = region.offset > 0 and region.offset + region.nbytes <= file_size
     _require(min(region.shape) > 0 and inside, f"'{name}' {region.shape} exceeds the file's {file_size} bytes")

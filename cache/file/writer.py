@@ -38,7 +38,6 @@ from hvfreeze.files import FileLock, open_new, replace_file, sync_folder
 
 # A disk filled to its last byte breaks other programs first, and then this one's checkpoints.
 SPARE_BYTES = 1 << 20
-STAGED_BATCHES = 3
 
 
 class FileWriter:
@@ -103,7 +102,7 @@ class FileWriter:
             raise _fault_of(error, path=path) from error
         # The one used last comes first: while the disk keeps up, the others are never touched and take no memory.
         self._free: queue.LifoQueue[Tensor] = queue.LifoQueue()
-        for _ in range(STAGED_BATCHES):
+        for _ in range(3):
             self._free.put(torch.empty(staging_rows, manifest.row.num_elements, dtype=manifest.row.stored))
 
     def append(self, keys: Keys, rows: Tensor, *, select: Tensor) -> None:

@@ -19,10 +19,7 @@ from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
 from hvfreeze.timing import least_seconds
 
-SMALL_BYTES, LARGE_BYTES = 1024, 4 * 2**20
-TRIED_BYTES = (64 * 2**10, 512 * 2**10, LARGE_BYTES)
-ENOUGH_SECONDS, LONG_SECONDS = 0.1, 0.3
-SMALL_TIMES, MOST_TIMES, TIMES = 9, 16, 3
+TRIED_BYTES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,17 @@ class Network:
 
 def measure_network(world: World) -> Network:
     """Measure the network on rank 0 and return the result on all ranks; takes 0.5 s, or 1 s at 1 Mbit/s. Collective."""
-    latency = statistics.median(timed(world, SMALL_BYTES, 1) for _ in range(SMALL_TIMES))
+    latency = statistics.median(timed(world, 1024, 1) for _ in range(9))
     for number_of_bytes in TRIED_BYTES:
         taken = timed(world, number_of_bytes, 1)
-        enough = world.broadcast_object(taken > ENOUGH_SECONDS, name="network.enough")
+        enough = world.broadcast_object(taken > 0.1, name="network.enough")
         if enough:
             break
     else:
         # As the reducer sends its buckets: all are under way at once.
-        times = max(1, min(MOST_TIMES, int(LONG_SECONDS / taken)))
+        times = max(1, min(16, int(0.3 / taken)))
         times = world.broadcast_object(times, name="network.times")
-        taken, number_of_bytes = timed(world, LARGE_BYTES, times), LARGE_BYTES * times
+        taken, number_of_bytes = timed(world, number_of_bytes, times), number_of_bytes * times
     rate = number_of_bytes / max(taken - latency, taken / 10)
     return world.broadcast_object(Network(rate, latency), name="network.measured")
 
@@ -197,7 +194,7 @@ def own_seconds(named: Named, compression: str) -> float:
     for work in (lambda: torch.mul(gradient, 0.5, out=into), step):
         # The first time brings memory up to speed, and does not count.
         work()
-        seconds.append(least_seconds(work, times=TIMES))
+        seconds.append(least_seconds(work, times=3))
     return max(0.0, seconds[1] - seconds[0]) * elements / gradient.numel()
 
 

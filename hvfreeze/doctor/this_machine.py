@@ -14,7 +14,6 @@ from hvfreeze.doctor.libraries import Probe, mpi_name, probe, run_and_read
 from hvfreeze.memory import available_bytes
 from hvfreeze.wording import plural
 
-USABLE, UNUSABLE = 0, 3
 REBUILD = "remove .venv/ and run `make setup`, which builds Horovod for the torch and MPI that it finds"
 OLDEST_TORCH = (2, 10)
 UNTRIED_TORCH = (2, 14)
@@ -41,7 +40,7 @@ class CheckResult:
 
 def exit_code(checks: Iterable[CheckResult]) -> int:
     """Return 0 if every check is ok, else 3."""
-    return USABLE if all(check.ok for check in checks) else UNUSABLE
+    return 0 if all(check.ok for check in checks) else 3
 
 
 def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> str:
@@ -55,7 +54,8 @@ def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> s
     verdicts = [check.verdict for check in checks]
     fine, notes, problems = (verdicts.count(verdict) for verdict in ("OK", "note", "PROBLEM"))
     usable = "NOT usable" if problems else "usable"
-    return "\n".join([*lines, f"{about} {usable}: {fine} OK, {notes} notes, {problems} problems."])
+    counted = f"{fine} OK, {plural(notes, 'note')}, {plural(problems, 'problem')}"
+    return "\n".join([*lines, f"{about} {usable}: {counted}."])
 
 
 def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:

@@ -28,7 +28,6 @@ from hvfreeze.freezing.gradients import Join
 PIECE = 2**15
 """Largest number of elements of a parameter that are sampled in one step. Every sampled step uses another piece, so the
 estimate is unbiased and costs less than 1 % of the step."""
-SAMPLES_PER_INTERVAL = 16
 BATCH_EVERY = 16
 """Steps of an interval per batch of a gradient probe of frozen blocks."""
 LEAST_PARTS = 4
@@ -45,7 +44,7 @@ Gains = tuple[tuple[float, ...], ...]
 
 def gap(interval: int) -> int:
     """Return the number of steps between two sampled steps, for intervals of so many steps."""
-    return min(max(2, interval // SAMPLES_PER_INTERVAL), LONGEST_GAP)
+    return min(max(2, interval // 16), LONGEST_GAP)
 
 
 def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:

@@ -10,9 +10,6 @@ from typing import Any, Literal
 
 from hvfreeze.freezing.coherence import Gains, share_gained
 
-EPSILON = 1e-12
-GEOMETRIC_RATE = 1 / 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -77,7 +74,7 @@ def rates_of_change(evidence: Evidence) -> tuple[float | None, ...]:
     for block in evidence.active():
         if evidence.has_parameters[block]:
             before, now = evidence.previous_norms[block], evidence.norms[block]
-            etas[block] = abs(before - now) / max(before, EPSILON)
+            etas[block] = abs(before - now) / max(before, 1e-12)
     return tuple(etas)
 
 
@@ -143,7 +140,7 @@ def geometric(evidence: Evidence) -> int:
     """
     epochs = math.floor(evidence.epoch - evidence.warmup_epochs + 1e-9)
     # Rounded first: in binary 3 (1 - 2/3) is a little more than 1 and would be rounded up to 2.
-    cut = math.ceil(round(evidence.deepest * (1 - (1 - GEOMETRIC_RATE) ** max(0, epochs)), 9))
+    cut = math.ceil(round(evidence.deepest * (1 - (1 - 1 / 3) ** max(0, epochs)), 9))
     return max(evidence.cut, min(cut, evidence.deepest))
 
 

@@ -121,7 +121,7 @@ def check_trusted(card: Card, about: Path, *, trust_code: bool) -> None:
 def check_finished(root: Path, weights: Path, about: Path) -> None:
     """Refuse a directory without a model and its card, with the way out."""
     if not root.is_dir():
-        raise RefusedError(f"run directory {root} does not exist")
+        raise RefusedError(f"run directory {root} does not exist; name the directory of a finished run")
     config = root / "config.yaml"
     if not weights.exists() and (others := sorted(path.stem for path in root.glob("model*.pt"))):
         raise RefusedError(

@@ -27,7 +27,6 @@ from hvfreeze.integration.script_world import log
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's compressors by name."""
-CALLS_BETWEEN = 4
 BROADCAST = "horovod.torch.functions"
 """The module whose `broadcast_optimizer_state` calls `step` to create an optimizer's state."""
 
@@ -187,7 +186,7 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Te
 def is_broadcast() -> bool:
     """Return True if `hvd.broadcast_optimizer_state` called the optimizer; a scheduler may stand in between."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(CALLS_BETWEEN):
+    for _ in range(4):
         if frame is None or frame.f_globals.get("__name__") == BROADCAST:
             return frame is not None
         frame = frame.f_back

@@ -170,7 +170,7 @@ def own_draws(*seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             if seed:
                 words = np.random.SeedSequence(seed).generate_state(3)
-                torch.manual_seed(int(words[0]))
+                torch.default_generator.manual_seed(int(words[0]))
                 random.seed(int(words[1]))
                 np.random.seed(int(words[2]))
             yield

@@ -26,14 +26,14 @@ Segment = tuple[int, int]
 """A segment of blocks lo..hi-1, as (lo, hi)."""
 RunBlocks = Callable[[Tensor, int, int], Tensor]
 """Function of (x, start, stop) that returns the output of blocks start..stop-1."""
-TIMES = 3
-"""Number of timings per block, of which the least counts."""
+FORWARD_SHARE = 1 / 3
+"""Share of the forward pass in a block's training step, because a backward pass takes twice as long."""
 
 
 def block_seconds(run: RunBlocks, images: Tensor, *, depth: int) -> list[float]:
-    """Time the first `depth` blocks for a batch of `images`; return the least seconds of each."""
+    """Time the first `depth` blocks for a batch of `images`, three times; return the least seconds of each."""
     least = [math.inf] * depth
-    for _ in range(TIMES):
+    for _ in range(3):
         x = images
         for block in range(depth):
             start = time.perf_counter()

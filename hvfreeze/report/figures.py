@@ -42,7 +42,6 @@ STYLE: Any = {
     "svg.hashsalt": "hvfreeze",
     "text.parse_math": False,  # a run's name may hold dollar signs
 }
-MOST_DIRECT_LABELS = 6
 
 
 def save_figure(figure: Figure, base: Path) -> Path:
@@ -83,7 +82,7 @@ def label_lines(figure: Figure, ends: Sequence[tuple[float, float, str, str]]) -
 
 def directly_labelled(num_lines: int, width: float) -> bool:
     """Return True if lines are labelled at their ends instead of in a legend."""
-    return num_lines <= MOST_DIRECT_LABELS and width >= WIDE
+    return num_lines <= 6 and width >= WIDE
 
 
 def clipped(text: str, length: int) -> str:

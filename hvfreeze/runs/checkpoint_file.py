@@ -31,7 +31,6 @@ from hvfreeze.runs.files import publishing
 KEPT = 2
 DIGEST_CHARACTERS = 64
 LONGEST_HEADER = 2**20
-BLOCK = 2**24
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -177,7 +176,7 @@ def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
             raise damaged(path)
         saved_size, step, lengths = header
         digest, left = hashlib.sha256(line), sum(lengths)
-        while left and (block := file.read(min(left, BLOCK))):
+        while left and (block := file.read(min(left, 2**24))):
             digest.update(block)
             left -= len(block)
         if left or file.read(DIGEST_CHARACTERS + 1) != digest.hexdigest().encode():

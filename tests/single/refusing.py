@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.program import Outcome
 
-SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "96", "--batch-size", "16"]
+SMALL = ["--model", "mlp-16x16", "--train-samples", "96", "--batch-size", "16"]
 SMALL += ["--epochs", "1", "--threads", "1"]
 
 

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import importlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hvfreeze import __main__, cli
 from hvfreeze.torch_imports import imported_beside, kept_for_good
-from tests.program import ROOT
+from tests.program import ROOT, call
 
 
 def test_what_is_imported_is_looked_at_neither_now_nor_later() -> None:
@@ -41,14 +44,29 @@ def test_a_collector_that_is_off_stays_off() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("command", [["predict", "nowhere", "image.png"], ["evaluate", "nowhere"], ["blocks", "none"]])
-def test_commands_that_load_torch_spare_it_the_collector(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", ["predict nowhere image.png", "evaluate nowhere", "export nowhere", "blocks none", "train --cut 1"]
+)
+def test_commands_that_load_torch_spare_it_the_collector(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    for module in (cli, __main__):
+        monkeypatch.setattr(module, "kept_for_good", kept)
+    assert call(*command.split()).returncode in (2, 3) and entered
+
+
+def test_torch_is_kept_from_the_collector() -> None:
     script = (
         "import gc, sys; from hvfreeze.cli import perform; from hvfreeze.errors import HvfreezeError\n"
-        "try: perform(sys.argv[1:])\n"
+        "try: perform(['predict', 'nowhere', 'image.png'])\n"
         "except HvfreezeError: print('torch' in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000)"
     )
-    said = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[-1] == "True True True"
 
 

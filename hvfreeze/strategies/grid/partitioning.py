@@ -20,7 +20,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, tensors_of
+from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_tensors, tensors_of
 from hvfreeze.optim import Update
 from hvfreeze.plain_load import load_plain
 from hvfreeze.strategies.model_parallel import optimizer_state, put_optimizer_state
@@ -49,10 +49,6 @@ class GridFacts:
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint must match; the cache is included because it changes repartitioning."""
         return {**self.shape(), "redeal": f"with --cache {self.cache}" if self.repartitions else "off"}
-
-
-FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a block's time, because a backward pass takes twice as long."""
 
 
 @dataclass(frozen=True)

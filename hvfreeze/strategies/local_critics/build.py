@@ -17,7 +17,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
-from hvfreeze.model.segments import Segment, cut_evenly, drop_tensors, work_of
+from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_tensors, work_of
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
@@ -35,9 +35,6 @@ from hvfreeze.strategies.local_critics.settings import LocalCriticsConfig
 from hvfreeze.strategies.local_critics.strategy import CriticFacts, ExitCounts, LocalCritics, StepCount
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.wording import plural
-
-FORWARD_SHARE = 1 / 3
-"""A block's work in a step relative to its forward pass: a backward pass takes twice as many operations."""
 
 
 def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:

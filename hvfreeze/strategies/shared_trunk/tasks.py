@@ -45,7 +45,6 @@ from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 LOSSES = ("cross-entropy", "balanced")
-MOST_TABLE_BYTES = 2**30
 MOST_NAMED = 8
 MOST_SHOWN = 80
 """Characters of a line that a message shows."""
@@ -82,7 +81,7 @@ def read_files(path: Path) -> tuple[str, str]:
 
 def read_table(path: Path) -> str:
     """Return the text of a CSV file with Unix line ends; raises RefusedError if it is invalid."""
-    text = read(path, MOST_TABLE_BYTES).replace("\r\n", "\n").replace("\r", "\n")
+    text = read(path, 2**30).replace("\r\n", "\n").replace("\r", "\n")
     lines = csv.reader(io.StringIO(text))
     try:
         header = next(lines, [])

@@ -164,8 +164,8 @@ from pathlib import Path
 from tests.single.cache.material import *
 from hvfreeze.cache.file.reader import ActivationFile
 
-directory, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)
-calls = 0
+folder, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)
+partial = (folder / "partial.h5").read_bytes()
 
 def counted(real, fatal):
     def call(*arguments, **options):
@@ -183,62 +183,54 @@ def build(fatal, first):
     fill(store, keys[first:], rows[first:])
     store.close()
 
-for fatal in range(1, 1000):
-    child = os.fork()
-    if child == 0:
-        build(fatal, 0 if "partial" not in sys.argv else 16)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    path = open_store(directory, keys).path
-    state = "absent"
-    if path.exists():
-        file = ActivationFile(path)
-        file.verify()
-        state = f"{file.manifest.rows} rows"
-    print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else "done", state, flush=True)
-    if not os.WIFSIGNALED(status):
-        break
-    for left in directory.iterdir():
-        if left != path or "partial" not in sys.argv:
-            left.unlink()
-    if "partial" in sys.argv and path.exists() and file.manifest.rows == 40:
-        path.write_bytes(Path(sys.argv[2]).read_bytes())
-print(len(list(directory.iterdir())))
+for first in (0, 16):
+    directory, calls = folder / str(first), 0
+    for fatal in range(1, 1000):
+        child = os.fork()
+        if child == 0:
+            build(fatal, first)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        path = open_store(directory, keys).path
+        state = "absent"
+        if path.exists():
+            file = ActivationFile(path)
+            file.verify()
+            state = f"{file.manifest.rows} rows"
+        print(first, os.WTERMSIG(status) if os.WIFSIGNALED(status) else "done", state, flush=True)
+        if not os.WIFSIGNALED(status):
+            break
+        for left in directory.iterdir():
+            if left != path or not first:
+                left.unlink()
+        if first and path.exists() and file.manifest.rows == 40:
+            path.write_bytes(partial)
+    print(first, len(list(directory.iterdir())))
 """
 
 
-def killed_at_every_write(place: Path, *more: str) -> set[str]:
-    """Return what the kills left in `place` where the file should be."""
-    script = place.with_name("killer.py")
+@pytest.mark.fault
+def test_a_process_killed_at_any_write_leaves_what_was_there_or_a_complete_file(tmp_path: Path) -> None:
+    """Where there was no file, and where one is completed."""
+    keys = make_keys(40)
+    (tmp_path / "0").mkdir()
+    store = open_store(tmp_path / "16", keys)
+    fill(store, keys[:16], make_rows(40)[:16])
+    store.close()
+    (tmp_path / "partial.h5").write_bytes(store.path.read_bytes())
+    script = tmp_path / "killer.py"
     script.write_text(KILLER)
     ended = subprocess.run(
-        [sys.executable, str(script), str(place), *more],
+        [sys.executable, str(script), str(tmp_path)],
         cwd=ROOT,
-        env=environment({}, out=place.parent, timeout=240),
+        env=environment({}, out=tmp_path, timeout=240),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    *lines, left = ended.stdout.splitlines()
-    assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-    return {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]}
-
-
-@pytest.mark.fault
-def test_a_process_killed_at_any_write_leaves_no_file_or_a_complete_one(tmp_path: Path) -> None:
-    place = tmp_path / "cache"
-    place.mkdir()
-    assert killed_at_every_write(place) == {"absent", "40 rows"}
-
-
-@pytest.mark.fault
-def test_a_process_killed_while_it_completes_a_partial_file_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
-    place, keys = tmp_path / "cache", make_keys(40)
-    store = open_store(place, keys)
-    fill(store, keys[:16], make_rows(40)[:16])
-    store.close()
-    partial = tmp_path / "partial.h5"
-    partial.write_bytes(store.path.read_bytes())
-    assert killed_at_every_write(place, str(partial), "partial") == {"16 rows", "40 rows"}
+    for first, before in (("0", "absent"), ("16", "16 rows")):
+        *lines, left = [line.split(" ", 1)[1] for line in ended.stdout.splitlines() if line.split()[0] == first]
+        assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
+        assert {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]} == {before, "40 rows"}

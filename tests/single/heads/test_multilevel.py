@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import MultiLevelClassifier, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
@@ -22,50 +23,53 @@ READER = """
 import sys
 sys.modules["hvfreeze"] = None  # any import of it fails
 import torch
-images, logits = torch.load("pair.pt", weights_only=True)
-found = torch.export.load("classifier.pt2").module()(images)
-torch.testing.assert_close(found, logits, atol=1e-6, rtol=0)
-assert len(torch.export.load("classifier.pt2").module()(images[:1])) == 1
+for head in ("linear", "kernel"):
+    images, logits = torch.load(f"{head}/pair.pt", weights_only=True)
+    program = torch.export.load(f"{head}/classifier.pt2").module()
+    torch.testing.assert_close(program(images), logits, atol=1e-6, rtol=0)
+    assert len(program(images[:1])) == 1
 """
 
 
-def test_solved_classifier_loads_and_runs_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
-    chain = small_chain()
-    images = torch.randn(60, 3, 8, 8)
-    classifier = MultiLevelClassifier(chain, classes=3, pool=2, example=images[:2])
+def test_fitted_classifiers_load_and_run_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
+    for head in ("linear", "kernel"):
+        (tmp_path / head).mkdir()
+        save_fitted(tmp_path / head, kernel=head == "kernel")
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert reader.returncode == 0, reader.stderr
+
+
+def save_fitted(folder: Path, *, kernel: bool) -> None:
+    """Fit a classifier; see that its state makes another one the same, and write it as a file that runs elsewhere."""
+    chain, images = small_chain(), torch.randn(60, 3, 8, 8)
+    classifier = MultiLevelClassifier(chain, classes=3, pool=2, example=images[:2], kernel=kernel)
     assert classifier.training and chain.model[0][1].num_batches_tracked == 0, "counting features changes nothing"
     classifier.eval()
+    task, world = Classes(3), SoloWorld()
     with torch.no_grad():
         features = classifier.features(images)
         labels = features[:, :3].argmax(1)
-        rows = RowsInMemory(features, labels, torch.zeros(60, dtype=torch.bool))
-        fit = fit_linear(rows, task=Classes(3), world=SoloWorld(), penalties=[1e-3])
-        take(classifier.head, fit)
-        logits = classifier(images)
-    torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)
+        rows = RowsInMemory(features, labels, torch.arange(60) % 5 == 0)
+        if kernel:
+            assert not classifier(images).any(), "until it is fitted, the head says nothing"
+            take(classifier.head, fit_kernel(rows, task=task, world=world, memory_bytes=2**24))
+            logits = classifier(images)
+        else:
+            fit = fit_linear(rows, task=task, world=world, penalties=[1e-3])
+            take(classifier.head, fit)
+            logits = classifier(images)
+            torch.testing.assert_close(logits, features @ fit.weight.t() + fit.bias)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not kernel or torch.equal(classifier.head(features), logits)
     assert (logits.argmax(1) == labels).float().mean() > 0.9
 
-    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2])
-    loads_and_runs_elsewhere(classifier, other, images, logits, tmp_path)
-
-
-def loads_and_runs_elsewhere(
-    classifier: MultiLevelClassifier,
-    other: MultiLevelClassifier,
-    images: torch.Tensor,
-    logits: torch.Tensor,
-    folder: Path,
-) -> None:
-    """Check that `other` says the same with the parameters of `classifier`, and so does an exported file."""
     torch.save(classifier.state_dict(), folder / "model.pt")
+    other = MultiLevelClassifier(small_chain(), classes=3, pool=2, example=images[:2], kernel=kernel)
     other.eval().load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     with torch.no_grad():
         assert torch.equal(other(images), logits)
-
     torch.save((images, logits), folder / "pair.pt")
     write_torch(classifier, folder / "classifier.pt2", images, {})
-    reader = subprocess.run([sys.executable, "-c", READER], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert reader.returncode == 0, reader.stderr
 
 
 @pytest.mark.parametrize("head", ["last", "multi-level"])

@@ -23,6 +23,15 @@ def guarded(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+IMPATIENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import guard
+guard.GRACE_SECONDS = 0.5
+sys.exit(guard.run(sys.argv[2:]).code)
+"""
+
+
 def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
@@ -69,7 +78,9 @@ def test_a_signal_that_was_ignored_beforehand_stays_ignored() -> None:
 
 
 def test_a_command_that_ignores_its_end_is_killed_with_all_that_it_started() -> None:
-    process = guarded("trap '' TERM; sh -c 'echo $$; while :; do sleep 0.1; done'")
+    script = "trap '' TERM; sh -c 'echo $$; while :; do sleep 0.1; done'"
+    command = [sys.executable, "-c", IMPATIENT, str(LAUNCH), "bash", "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     left = int(read_line(process))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

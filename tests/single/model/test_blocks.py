@@ -17,7 +17,7 @@ from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.model.weights import head_layers
 from hvfreeze.torchvision_shim import torchvision
 
-BATCH = 16
+BATCH = 4
 
 
 class ParametersWithoutMemory(TorchFunctionMode):
@@ -28,7 +28,18 @@ class ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **{**(kwargs or {}), **({"device": "meta"} if creates else {})})
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if name != "mlp"])
+FAMILIES = """
+alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
+mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet20 resnet50 resnext50_32x4d
+shufflenet_v2_x0_5 squeezenet1_0 squeezenet1_1 swin_t swin_v2_t vgg11 vgg11_bn vit_b_16 wide_resnet50_2
+""".split()
+
+
+def named(name: str) -> Any:
+    return pytest.param(name, marks=() if name in FAMILIES else pytest.mark.seldom)
+
+
+@pytest.mark.parametrize("name", [named(name) for name in model_names() if name != "mlp"])
 def test_every_parameter_buffer_and_layer_is_in_exactly_one_block(name: str) -> None:
     extra = {"aux_logits": False, "init_weights": False} if name in {"googlenet", "inception_v3"} else {}
     with ParametersWithoutMemory():
@@ -97,7 +108,7 @@ def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_mo
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        ("stages", "there is no module 'stages'; give stage, residual, paper, or names"),
+        ("stages", "there is no module 'stages'; use stage, residual, paper, or names"),
         ("layer2,layer5", "there is no module 'layer5'"),
         ("layer2,,layer3", "there is no module ''"),
         ("relu", "relu is inside bn1, which cannot be divided"),
@@ -112,7 +123,7 @@ def test_a_list_of_names_that_cannot_start_blocks_is_refused_by_name(scheme: str
 
 
 def test_paper_is_a_scheme_of_resnets_only() -> None:
-    with pytest.raises(UsageError, match="give stage, residual, or names"):
+    with pytest.raises(UsageError, match="use stage, residual, or names"):
         cut_into_blocks(torchvision.models.squeezenet1_1(), scheme="paper")
 
 

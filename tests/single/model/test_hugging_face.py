@@ -33,7 +33,7 @@ from hvfreeze.model.model_sources import BuiltModel, build_model, set_memory_for
 from hvfreeze.model.weights import head_layers, weights_path
 from hvfreeze.prefix.operations import operations_digest
 from tests.hub_models import KINDS, save_small
-from tests.program import OFFLINE, call, save_photos, spawn
+from tests.program import call, save_photos
 from tests.single.refusing import refused
 
 transformers = pytest.importorskip("transformers")
@@ -296,11 +296,15 @@ def test_a_folder_without_weights_is_refused_unless_none_are_asked_for(tmp_path:
         built(tmp_path)
 
 
-def test_names_that_are_nowhere_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_names_that_are_nowhere_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
     with pytest.raises(UsageError, match=r"must be hf:FOLDER or hf:ORGANISATION/NAME; there is no such folder"):
         find_folder("hf:./nowhere")
-    variables = {**OFFLINE, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    outcome = spawn("train", "--model", "hf:someone/some-model", *SMALL, env=variables)
+    here = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: here(*a, cache_dir=tmp_path, **k))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    outcome = call("train", "--model", "hf:someone/some-model", *SMALL)
     refused(outcome, 2)
     assert "is neither a folder nor in the Hugging Face cache" in outcome.messages[0], str(outcome)
     assert "run hf download someone/some-model on a machine with a network" in outcome.messages[0]
@@ -332,6 +336,7 @@ def digest_of(folder: str) -> str:
     return operations_digest(model.in_blocks(scheme="stage", example=torch.rand(2, 3, 32, 32)), 3)
 
 
+@pytest.mark.seldom  # prefix/test_operations.py sees that another process finds the same
 def test_another_process_finds_the_same_operations_and_another_configuration_has_others(tmp_path: Path) -> None:
     for name, eps in (("a", 1e-12), ("b", 1e-6)):
         save_small("vit", tmp_path / name, layer_norm_eps=eps)

@@ -21,10 +21,10 @@ from hvfreeze.prefix import cache_decision
 from hvfreeze.strategies.data_parallel import DataParallel
 
 TRAIN = (
-    *("train", "--data", "digits", "--train-samples", "64", "--batch-size", "16", "--augment", "none"),
-    *("--lr", "0.01", "--threads", "1", "--checkpoint-every", "0"),
+    *("train", "--data", "digits", "--train-samples", "80", "--validation-fraction", "0.2", "--batch-size", "16"),
+    *("--augment", "none", "--lr", "0.01", "--threads", "1", "--checkpoint-every", "0"),
 )
-SQUEEZENET = ("--model", "squeezenet1_1", "--freeze", "static", "--cut", "1", "--epochs", "2", "--image-size", "64")
+SQUEEZENET = ("--model", "squeezenet1_1", "--freeze", "static", "--cut", "1", "--epochs", "2", "--image-size", "32")
 
 
 def train(run: Path, *flags: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_votes_views_and_an_automatic_cache_go_together(tmp_path: Path, capsys: 
     command = (
         *("train", "--data", "imagefolder", "--data-dir", str(photographs(tmp_path / "photos")), "--image-size", "32"),
         *("--lr", "0.02", "--schedule", "cosine", "--freeze", "gradient-norm", "--augment", "views:2"),
-        *("--blocks", "layer3,layer4,fc", "--eta-max", "10", "--batch-size", "16", "--threads", "1", "--epochs", "16"),
+        *("--blocks", "layer3,layer4,fc", "--eta-max", "10", "--batch-size", "16", "--threads", "1", "--epochs", "8"),
         *("--checkpoint-every", "0"),
     )
     found = {}
@@ -140,7 +140,7 @@ def lose_directory(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setattr(DataParallel, "step", once)
 
 
-MOVING = ("--model", "squeezenet1_1", "--freeze", "linear", "--epochs", "3", "--image-size", "64", "--cache", "on")
+MOVING = ("--model", "squeezenet1_1", "--freeze", "linear", "--epochs", "3", "--image-size", "32", "--cache", "on")
 
 
 def test_a_directory_that_is_lost_during_training_is_gone_without(
@@ -203,7 +203,7 @@ def test_ranks_meet_between_the_forwards_that_fill_in_missing_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
-    train(tmp_path / "some", *SQUEEZENET, *cached, "--train-samples", "40")
+    train(tmp_path / "some", *SQUEEZENET, *cached, "--train-samples", "50")
     names: list[str] = []
 
     def gather(world: World, value: Any, *, name: str) -> list[Any]:

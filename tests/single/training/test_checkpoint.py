@@ -174,6 +174,7 @@ def test_a_checkpoint_that_was_not_put_whole_leaves_nothing(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.pt"]
 
 
+@pytest.mark.seldom  # digests of so much take seconds
 def test_sections_beyond_two_gigabytes_are_written_and_read(tmp_path: Path) -> None:
     # Zeros cost no memory until they are read, and no disk: only their digest takes time.
     large = torch.from_numpy(np.zeros(2**31 + 2**20, dtype=np.uint8))

@@ -27,7 +27,7 @@ from hvfreeze.training.build import load_share, open_corpus
 from tests.program import call, save_photos
 from tests.single.training.forging import Evil, forged, save_sections
 
-SMALL = ["--model", "shufflenet_v2_x0_5", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
+SMALL = ["--model", "mlp-16x16", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
 SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-warmup", "2", "--checkpoint-every", "1"]
 
 
@@ -128,7 +128,7 @@ def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others
         # Every file has the same size.
         Image.open(path).save(path.with_suffix(".bmp"))
         path.unlink()
-    words = f"train --model shufflenet_v2_x0_5 --data imagefolder --data-dir {photos} --batch-size 16 --threads 1"
+    words = f"train --model mlp-16x16 --data imagefolder --data-dir {photos} --batch-size 16 --threads 1"
     flags = [*words.split(), "--checkpoint-every", "1", "--run-dir", str(folder)]
     assert call(*flags, "--epochs", "1").returncode == 0
     for name, split in (("train/a/07.bmp", "train"), ("test/b/02.bmp", "test")):

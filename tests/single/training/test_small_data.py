@@ -9,7 +9,7 @@ import pytest
 
 from tests.program import Outcome, call
 
-FEW = "--model resnet20 --train-samples 24 --epochs 3 --threads 1 --augment none".split()
+FEW = "--model resnet20 --train-samples 32 --validation-fraction 0.25 --epochs 3 --threads 1 --augment none".split()
 
 
 def train(folder: Path, *flags: str) -> Outcome:

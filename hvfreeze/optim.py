@@ -138,7 +138,9 @@ class Objective:
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each row, (B,); without mixing, `loss` is its mean."""
-        return self.task.training_losses(logits, labels, smoothing=self.smoothing) * self.task.weights_of(labels)
+        return self.task.training_losses(logits, labels, smoothing=self.smoothing) * self.task.training_weights_of(
+            labels
+        )
 
 
 OWN_RATE = "own_lr"

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -121,11 +121,15 @@ class Task(ABC):
 
     @abstractmethod
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
-        """Return the training loss of each row, (N,), without `weights_of`."""
+        """Return the training loss of each row, (N,), without weights."""
 
     def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
-        return (self.training_losses(logits, labels, smoothing=smoothing) * self.weights_of(labels)).mean()
+        return (self.training_losses(logits, labels, smoothing=smoothing) * self.training_weights_of(labels)).mean()
+
+    def training_weights_of(self, labels: Tensor) -> Tensor:
+        """Return the weight of each row in the training loss, (N,) float32."""
+        return self.weights_of(labels)
 
     def weights_of(self, labels: Tensor) -> Tensor:
         """Return the weight of each row in the loss, (N,) float32."""
@@ -178,12 +182,24 @@ SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
 """Scales from 0.1 to 100 in steps of 12 %, which change a loss near its minimum by less than 1 %."""
 
 
+@dataclass
+class Reweighting:
+    """Whether class weights count in the training loss now.
+
+    Deferred re-weighting (Cao et al., NeurIPS 2019, arXiv 1906.07413): features are learned from all samples alike,
+    and only the last steps weight classes. From the start, the few samples of a rare class would dominate batches.
+    """
+
+    is_on: bool = True
+
+
 @dataclass(frozen=True)
 class Classes(Task):
     """One class per row; labels are (N,) int64. For windows of text (N, T), with logits (N, classes, T)."""
 
     weights: tuple[float, ...] = ()
     """Weight of each class in the loss, with mean 1 over training rows; empty means equal weights."""
+    reweighting: Reweighting = field(default_factory=Reweighting, compare=False)
     kind: ClassVar[str] = "classes"
     nouns: ClassVar[tuple[str, str]] = ("class", "classes")
     is_biased: ClassVar[bool] = False
@@ -227,6 +243,10 @@ class Classes(Task):
     def weights_of(self, labels: Tensor) -> Tensor:
         """Return the weights of the rows' classes."""
         return torch.tensor(self.weights)[labels] if self.weights else torch.ones(labels.shape)
+
+    def training_weights_of(self, labels: Tensor) -> Tensor:
+        """Return the weights of the rows' classes, 1 while these are deferred."""
+        return self.weights_of(labels) if self.reweighting.is_on else torch.ones(labels.shape)
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
         """Return the cross-entropies."""

@@ -21,12 +21,17 @@ from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
 from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.clock import train_seconds
+from hvfreeze.tasks import Classes
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, other_numbers, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.wording import plural
+
+UNWEIGHTED = 0.8
+"""Share of the steps before class weights count. CIFAR-10 with 500 to 5 images a class reaches 47.4 % without weights,
+50.3 % with them, and 34.1 % if they count from the first step."""
 
 
 def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: int) -> float:
@@ -90,6 +95,8 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
     """Make one optimizer step and return this rank's loss; leave the run if a signal asked for it. Collective."""
+    if isinstance(job.task, Classes):
+        job.task.reweighting.is_on = job.part_step + 1 > UNWEIGHTED * job.opened.steps
     result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
     count(job.totals, result.answers, result.losses, job.task)

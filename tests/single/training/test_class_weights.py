@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight, compute_sample_weight
 from torch.nn import functional
 
+from hvfreeze import train
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.optim import Mixture, Objective
@@ -55,6 +58,23 @@ def test_a_loss_is_the_mean_of_weighted_ones_also_of_parts_and_of_pairs() -> Non
     mixed = objective.loss(LOGITS, Mixture(LOGITS, LABELS, others, 0.75))
     theirs = functional.cross_entropy(LOGITS, others, reduction="none", label_smoothing=0.1) * weights.flip(0)
     torch.testing.assert_close(mixed, 0.75 * each.mean() + 0.25 * theirs.mean())
+
+
+def test_the_last_fifth_of_the_steps_weights_classes(tmp_path: Path) -> None:
+    folder, counted = save_images(tmp_path / "images", rare=4), []
+
+    def training_loss(task: Classes, *args: Any, **rest: Any) -> torch.Tensor:
+        counted.append(task.reweighting.is_on)
+        return loss(task, *args, **rest)
+
+    loss = Classes.training_loss
+    settings = {"data": "imagefolder", "data_dir": str(folder), "model": "mlp-8", "epochs": 5, "batch_size": 8}
+    with patch.object(Classes, "training_loss", training_loss):
+        train(from_dict({**settings, "class_weights": "balanced", "threads": 1, "run_dir": str(tmp_path / "run")}))
+    assert len(counted) >= 5 and counted == [False] * (len(counted) * 4 // 5) + [True] * -(-len(counted) // 5)
+    task = Classes(3, weights=class_weights(torch.bincount(LABELS), "balanced"))
+    task.reweighting.is_on = False
+    torch.testing.assert_close(task.training_loss(LOGITS, LABELS), functional.cross_entropy(LOGITS, LABELS))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python -m analysis.clock --data-dir DIR --weights FILE --weights64 FILE [--out DIR]
 
-`--freeze auto` and the shortest full fine-tuning that is within half a point of the best, as the kept results of
+`hvfreeze auto` and the shortest full fine-tuning that is within half a point of the best, as the kept results of
 analysis.peers and peers64 have it, with the learning rate that it has there; ways in turn, on an idle machine. On other
 than two ranks one epoch of full fine-tuning is made, and the others take as long. Rows that are there stay.
 """
@@ -38,7 +38,7 @@ NAME = "clock"
 UNSTAMPED = "AMD EPYC, 4 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept rows that name none."""
 PIXELS = {"peers": 32, "peers64": 64}
-WAYS = {"auto": "`--freeze auto --epochs 1`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
+WAYS = {"auto": "`hvfreeze auto --epochs 1`", "auto-one-view": "the same, `--flips off`", "full": "full fine-tuning"}
 COMPARED = {"peers": 1, "peers64": 2}
 """Experiment -> times the preset's image size."""
 SECONDS = 1200.0

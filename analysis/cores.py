@@ -51,7 +51,7 @@ LOOKS = {
     "frozen": (METHOD_COLOURS["linear"], DASHES[0]),
     "weak": (METHOD_COLOURS[FULL], DASHES[1]),
     "copies": (OTHERS[0], DASHES[2]),
-    "solved-few": (METHOD_COLOURS["--freeze auto"], DASHES[0]),
+    "solved-few": (METHOD_COLOURS["hvfreeze auto"], DASHES[0]),
 }
 PARTS = ("train_seconds", "seconds_allreduce", "seconds_optimizer")
 

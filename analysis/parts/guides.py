@@ -50,7 +50,7 @@ def front(root: Path) -> list[tuple[int, str, str, str]]:
 
 
 def pairs(root: Path) -> Iterator[tuple[str, int, Results, str]]:
-    """Yield experiment, samples, rows and the best of full fine-tuning of all that `--freeze auto` is compared on."""
+    """Yield experiment, samples, rows and the best of full fine-tuning of all that `hvfreeze auto` is compared on."""
     for name in ("peers", "peers_more", "peers64", "peers_mobilenet"):
         for samples, own in by_samples(peers.EXPERIMENTS[name].open(root)):
             yield name, samples, own, best_full(own)

@@ -56,7 +56,7 @@ WORDS = {
     "pipetransformer": "PipeTransformer, cached",
     "composer": "Composer's freezing",
     "exact": "linear head, fitted",
-    "auto": "--freeze auto",
+    "auto": "hvfreeze auto",
     "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""

@@ -25,7 +25,7 @@ METHOD_COLOURS = {
     FULL: BASELINE,
     "frozen from the start": COLOURS[0],
     "frozen and cached": COLOURS[1],
-    "--freeze auto": COLOURS[2],
+    "hvfreeze auto": COLOURS[2],
     "auto, --mirror off": "#88CC66",
     "linear head, fitted": "#661100",
     "head, cached": "#EE8866",

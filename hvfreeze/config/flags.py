@@ -123,7 +123,7 @@ AUTO_EXAMPLES = """examples:
 """
 IMAGES, BUILT_IN = "imagefolder", tuple(name for name in DATA_SETS if name not in ("imagefolder", TEXT))
 NOT_OF_AUTO = ("data", "context", "freeze")
-"""Settings that `hvfreeze auto` chooses, in addition to the settings of strategies and the settings `BY_HAND`."""
+"""Settings that `hvfreeze auto` chooses, in addition to the settings of strategies and of `BY_HAND`."""
 
 
 def add_auto(auto: argparse.ArgumentParser) -> None:

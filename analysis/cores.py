@@ -39,7 +39,7 @@ FEW, MANY = 5_000, 20_000
 WAYS = {
     "full": "full, one batch of all ranks",
     "frozen": "frozen by a schedule, one batch",
-    "weak": "full, a batch each",
+    "weak": "full, one batch per rank",
     "copies": "copies without MPI",
     "solved-few": "fitted head, 5,000 images",
     "solved-many": "fitted head, 20,000 images",
@@ -103,7 +103,7 @@ def sizes(results: Results, way: str) -> list[int]:
 
 
 def rates(results: Results, way: str, ranks: int) -> dict[int, float]:
-    """Return the images a second of all ranks for each seed, after the first epoch where there are more.
+    """Return the images per second of all ranks for each seed, after the first epoch where there are more.
 
     The first epoch initializes memory and libraries, and copies start at different times.
     """
@@ -111,7 +111,7 @@ def rates(results: Results, way: str, ranks: int) -> dict[int, float]:
 
 
 def rate(results: Results, row: Row) -> float:
-    """Return the images a second of a run, of all its copies where it has some."""
+    """Return the images per second of a run, of all its copies where it has some."""
     if row["epochs"] == 1:
         return float(row["images_per_second"])
     if str(row["label"]).startswith("copies"):
@@ -120,13 +120,13 @@ def rate(results: Results, row: Row) -> float:
 
 
 def copy_rates(results: Results, row: Row) -> list[float]:
-    """Return the images a second of each copy, after its first epoch."""
+    """Return the images per second of each copy, after its first epoch."""
     copies = (results.runs[str(row["run"])].summary or {})["copies"]
     return [len(epochs[1:]) / sum(1 / epoch for epoch in epochs[1:]) for epochs in copies]
 
 
 def gain(results: Results, way: str, ranks: int, fewer: int) -> Interval:
-    """Return how many times as many images a second so many ranks come to as fewer, paired by seed."""
+    """Return the speed-up of more ranks in images per second, paired by seed."""
     return paired_ratio(rates(results, way, ranks), rates(results, ALONE.get(way, way) if fewer == 1 else way, fewer))
 
 
@@ -168,12 +168,12 @@ def middle(values: Mapping[int, float]) -> Interval:
 
 
 def drawings(results: Results) -> Mapping[str, Figure]:
-    """Return images a second over ranks."""
+    """Return images per second over ranks."""
     lines = []
     for way, (colour, dash) in LOOKS.items():
         points = {ranks: middle(rates(results, way, ranks)) for ranks in sizes(results, way)}
         lines.append(Line(label=WAYS[way], points=points, colour=colour, dash=dash))
-    return {"cores": line_chart(lines, x="ranks, a core each", y="images a second", log_x=True)}
+    return {"cores": line_chart(lines, x="ranks (one core each)", y="images per second", log_x=True)}
 
 
 def words(results: Results) -> Words:

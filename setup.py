@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="hvfreeze",
-    version="0.1.0",
+    version="0.2.0",
     description="Fine-tune with a voted frozen prefix under Horovod",
     license="Apache-2.0",
     python_requires=">=3.10",

@@ -1,12 +1,11 @@
 """`make bench`: the time of hvfreeze over that of hand-written reference loops, into build/bench.json.
 
-    python -m analysis.bench                          everything, in 15 minutes on 2 cores that nobody else uses;
-                                                      what a slower machine does not reach by then is named
-    python -m analysis.bench --only NAME[,NAME]       these rows, merged into the file
+    python -m analysis.bench                          everything, in 15 minutes on 2 idle cores; a slower machine lists
+    the cases that it did not reach python -m analysis.bench --only NAME[,NAME]       these rows, merged into the file
     python -m analysis.bench --list                   the names
     python -m analysis.bench --quick                  only see that everything runs, into build/smoke-results
 
-Both sides of a row live in the same two ranks and take turns, so that whatever else the machine does meets both.
+Both sides of a row run in the same two ranks and take turns, so that other load affects both.
 `ratio` is the median of the pairs, `low` and `high` its 95 % bootstrap interval; a row is ok when `high` keeps the
 bound, or `low` does and the interval is at most 6 % wide. Use a machine that is otherwise idle.
 """
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names, where = ",".join(left_over), "" if options.out == OUT else f" --out {shlex.quote(str(options.out))}"
         print(
             f"bench: note: {plural(len(left_over), 'row was', 'rows were')} not reached within {TOTAL_SECONDS:.0f} s; "
-            f"to go on: python -m analysis.bench --only {names}{where}"
+            f"to continue: python -m analysis.bench --only {names}{where}"
         )
     for name, why in failed.items():
         print(f"bench: error: {name} could not be measured: {why}; to try again: --only {name}", file=sys.stderr)
@@ -89,7 +88,7 @@ def measure(wanted: tuple[str, ...], *, quick: bool, out: Path) -> tuple[list[Ro
     """Run the cases one after another, writing the file after each, until the time is over.
 
     Returns:
-        The rows in the file; by name why others could not be measured; and those that were not reached.
+        The rows in the file; the reasons of failed cases, by name; and the cases that were not reached.
     """
     started, found = monotonic(), [] if wanted == ROWS else read_rows(out)
     cases = [case for case in CASES if case.chosen(wanted)]

@@ -3,7 +3,7 @@
     python -m analysis.cache_reads
     python -m analysis.cache_benefit --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
-DIR has the folders `cifar` and `photographs` of `analysis.grounds`; FOLDER has resnet18-cifar100-64px-fp16.pt too. The
+DIR has the folders `cifar` and `photographs` of `analysis.tasks`; FOLDER has resnet18-cifar100-64px-fp16.pt too. The
 machine must be idle. First ten learning rates on one shared cache against the same ten without, in turn. Then a cut
 that stays, and cuts that a schedule moves, for five times as many epochs as there are views. A pair of runs, with and
 without the cache, has one seed; the next pair has the reverse order, so that four runs in a row are on, off, off, on.
@@ -21,7 +21,6 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.grounds import written
 from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.kept import KeptRuns
@@ -30,6 +29,7 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import METRICS, Metric, Results
 from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
 from analysis.sweeps.sweep import main
+from analysis.tasks import written
 from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
@@ -38,7 +38,7 @@ WHOLE, TRAINING = "whole_seconds", "train_seconds"
 ON, OFF, AUTO, SHARED, ALONE = "on", "off", "auto", "shared", "alone"
 EPOCHS, STAGES = 10, 6
 LARGER: dict[str, Value] = {"data_dir": "./photographs", "weights": "resnet18-cifar100-64px-fp16.pt", "batch_size": 32}
-GROUNDS: dict[int, dict[str, Value]] = {
+TASKS: dict[int, dict[str, Value]] = {
     32: {"data_dir": "./cifar", "train_samples": 2560},
     64: {**LARGER, "train_samples": 1024},
     128: {**LARGER, "train_samples": 512},
@@ -71,9 +71,9 @@ class Setting:
 
     def flags(self, preset: Preset, way: str) -> dict[str, Value]:
         """Return the flags of its runs, but for a sweep's learning rate."""
-        ground = {} if preset.is_smoke else {"data": "imagefolder", "image_size": self.size, **GROUNDS[self.size]}
+        task = {} if preset.is_smoke else {"data": "imagefolder", "image_size": self.size, **TASKS[self.size]}
         frozen: dict[str, Value] = {"freeze": "static", "cut": self.cut} if self.cut else {"freeze": "geometric"}
-        flags: dict[str, Value] = {**ground, **frozen, "augment": "views:2", "epochs": EPOCHS}
+        flags: dict[str, Value] = {**task, **frozen, "augment": "views:2", "epochs": EPOCHS}
         flags |= {"evaluate_every": EPOCHS, "checkpoint_every": "0"}
         cache = {ON: "on", AUTO: "auto", SHARED: "on"}.get(way)
         if cache:
@@ -83,7 +83,7 @@ class Setting:
         return flags
 
 
-STATIC = tuple(Setting(size, cut) for size in GROUNDS for cut in CUTS)
+STATIC = tuple(Setting(size, cut) for size in TASKS for cut in CUTS)
 VOTED = Setting(64, None)
 SWEPT = (Setting(128, 5), Setting(64, 4))
 """The sweeps over learning rates, the one in which most is expected first."""
@@ -209,7 +209,7 @@ class Reads:
         return mean_interval([float(rate) for rate in mine["rows_per_second"]])
 
     def table(self) -> str:
-        """Return the rates with their intervals, and what lay in the page cache before."""
+        """Return the rates with their intervals, and the initial content of the page cache."""
         rows = []
         for (ranks, row_bytes), mine in self.rows.groupby(["ranks", "row_bytes"]):
             cold, warm = (self.rate(row_bytes // 1024, ranks, state) for state in ("cold", "warm"))

@@ -2,7 +2,7 @@
 
     python -m analysis.clock --data-dir DIR --weights FILE --weights64 FILE [--out DIR]
 
-`--freeze auto` beside the shortest full fine-tuning that is within half a point of the best, as the kept results of
+`hvfreeze auto` and the shortest full fine-tuning that is within half a point of the best, as the kept results of
 analysis.peers and peers64 have it, with the learning rate that it has there; ways in turn, on an idle machine. On other
 than two ranks one epoch of full fine-tuning is made, and the others take as long. Rows that are there stay.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.parts.peers import Cell, by_samples, cell_of, shortest
-from analysis.peers import PEERS, Ground
+from analysis.peers import PEERS, Task
 from analysis.sweeps.kept import RESULTS, publish, stamp, texts_of, told_of
 from analysis.sweeps.launching import Site, command_of, follow
 from analysis.sweeps.options import folder_to_write
@@ -38,7 +38,7 @@ NAME = "clock"
 UNSTAMPED = "AMD EPYC, 4 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept rows that name none."""
 PIXELS = {"peers": 32, "peers64": 64}
-WAYS = {"auto": "`--freeze auto --epochs 1`", "auto-one-view": "the same, `--mirror off`", "full": "full fine-tuning"}
+WAYS = {"auto": "`hvfreeze auto --epochs 1`", "auto-one-view": "the same, `--flips off`", "full": "full fine-tuning"}
 COMPARED = {"peers": 1, "peers64": 2}
 """Experiment -> times the preset's image size."""
 SECONDS = 1200.0
@@ -115,7 +115,7 @@ def measure(timed: Timed, site: Site) -> dict[str, Any]:
     """
     assert site.weights is not None
     preset, cell = replace(REDUCED, weights=site.weights.name), replace(timed.cell, epochs=timed.epochs)
-    flags = Ground(larger=COMPARED[timed.experiment]).work(preset, cell, PEERS[cell.peer])
+    flags = Task(larger=COMPARED[timed.experiment]).work(preset, cell, PEERS[cell.peer])
     planned = preset.run(cell.label, 0, {**flags, "lr": timed.lr}, ranks=timed.ranks)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log.txt"
@@ -149,27 +149,27 @@ class Commands:
         missing = rows["train_seconds"] * (rows["epochs"] - rows["epochs_made"]) / rows["epochs_made"]
         return cls(rows.assign(whole=rows["whole_seconds"] + missing, train=rows["train_seconds"] + missing))
 
-    def grounds(self) -> list[tuple[str, int]]:
+    def tasks(self) -> list[tuple[str, int]]:
         """Return experiments and numbers of samples."""
         return list(self.rows.groupby(["experiment", "samples"], sort=False).groups)
 
-    def mean(self, ground: tuple[str, int], way: str, what: str, ranks: int = 2) -> float:
+    def mean(self, task: tuple[str, int], way: str, what: str, ranks: int = 2) -> float:
         """Return the mean seconds of a way's commands, `whole` or `train`; NaN where there are none."""
-        wanted = {"experiment": ground[0], "samples": ground[1], "way": way, "ranks": ranks}
+        wanted = {"experiment": task[0], "samples": task[1], "way": way, "ranks": ranks}
         mine = self.rows[(self.rows[list(wanted)] == list(wanted.values())).all(axis=1)]
         return float(mine[what].mean())
 
-    def faster(self, ground: tuple[str, int], way: str, what: str = "whole") -> str:
+    def faster(self, task: tuple[str, int], way: str, what: str = "whole") -> str:
         """Return how many times as fast a way is as full fine-tuning on two ranks."""
-        return factor(self.mean(ground, "full", what) / self.mean(ground, way, what))
+        return factor(self.mean(task, "full", what) / self.mean(task, way, what))
 
-    def epochs(self, ground: tuple[str, int]) -> int:
+    def epochs(self, task: tuple[str, int]) -> int:
         """Return how long full fine-tuning was."""
-        return int(self.mean(ground, "full", "epochs"))
+        return int(self.mean(task, "full", "epochs"))
 
-    def evaluating(self, ground: tuple[str, int]) -> str:
+    def evaluating(self, task: tuple[str, int]) -> str:
         """Return the mean seconds of evaluation."""
-        return seconds(sum(self.mean(ground, way, "evaluate_seconds") for way in WAYS) / len(WAYS))
+        return seconds(sum(self.mean(task, way, "evaluate_seconds") for way in WAYS) / len(WAYS))
 
 
 def words(root: Path) -> Words:

@@ -2,7 +2,7 @@
 
     python -m analysis.compression --preset reduced --data-dir DIR --weights FILE
 
-Full fine-tuning, all else equal: 5 000 samples, 4 epochs, the learning rate that was best for them on held-out samples.
+Full fine-tuning, all else equal: 5,000 samples, 4 epochs, the learning rate that was best for them on held-out samples.
 What a compression saves in time depends on the network: analysis.network.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from analysis.parts.peers import Cell
-from analysis.peers import PEERS, Ground
+from analysis.peers import PEERS, Task
 from analysis.sweeps.charts import bar_chart
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.pages import Words
@@ -34,7 +34,7 @@ def runs(preset: Preset) -> list[PlannedRun]:
     """Return the uncompressed run, which is that of analysis.peers, and each compression's; seed by seed."""
     common: dict[str, Value] = {"epochs": 1}
     if not preset.is_smoke:
-        common = {**Ground().work(preset, CELL, PEERS[CELL.peer]), "lr": LEARNING_RATE}
+        common = {**Task().work(preset, CELL, PEERS[CELL.peer]), "lr": LEARNING_RATE}
     planned = []
     for seed in preset.seeds if preset.is_smoke else range(SEEDS):
         planned.append(preset.run(PLAIN, seed, common))

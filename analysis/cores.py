@@ -1,11 +1,11 @@
-"""What do more cores of one machine give, a rank on each? Strong and weak scaling, and copies without MPI beside them.
+"""What do more cores of one machine give, a rank on each? Strong and weak scaling, and copies without MPI.
 
     python -m analysis.cores --data-dir DIR --weights FILE --results build/cores    on all cores of this machine
     python -m analysis.cores ... --seeds 0 --ranks 8                                once instead of three times, on 8
 
-Strong: the same images and the same batch of all ranks, in full, with blocks frozen by a schedule, and a head solved.
+Strong: the same images and the same batch of all ranks, in full, with blocks frozen by a schedule, and a fitted head.
 Weak: as many images and as large a batch for each rank. DIR is a folder of images, {train,test}/CLASS/*; FILE a
-ResNet-18 trained at 32 pixels. Each rank has one thread and a core of its own. An idle machine, please.
+ResNet-18 trained at 32 pixels. Each rank has one thread and one core. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ WAYS = {
     "frozen": "frozen by a schedule, one batch",
     "weak": "full, a batch each",
     "copies": "copies without MPI",
-    "solved-few": "solved head, 5 000 images",
-    "solved-many": "solved head, 20 000 images",
+    "solved-few": "fitted head, 5,000 images",
+    "solved-many": "fitted head, 20,000 images",
 }
 ALONE = {"copies": "weak"}
 """Way -> the way whose single rank it is held against, where that is another."""
@@ -51,7 +51,7 @@ LOOKS = {
     "frozen": (METHOD_COLOURS["linear"], DASHES[0]),
     "weak": (METHOD_COLOURS[FULL], DASHES[1]),
     "copies": (OTHERS[0], DASHES[2]),
-    "solved-few": (METHOD_COLOURS["--freeze auto"], DASHES[0]),
+    "solved-few": (METHOD_COLOURS["hvfreeze auto"], DASHES[0]),
 }
 PARTS = ("train_seconds", "seconds_allreduce", "seconds_optimizer")
 
@@ -105,7 +105,7 @@ def sizes(results: Results, way: str) -> list[int]:
 def rates(results: Results, way: str, ranks: int) -> dict[int, float]:
     """Return the images a second of all ranks for each seed, after the first epoch where there are more.
 
-    In that memory and libraries come up to speed, and copies start beside each other.
+    The first epoch initializes memory and libraries, and copies start at different times.
     """
     return {int(row["seed"]): rate(results, row) for row in results.of(f"{way}-{ranks}x")}
 

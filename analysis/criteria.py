@@ -3,9 +3,9 @@
     python -m analysis.dots DIR/counting
     python -m analysis.criteria --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
-DIR has a folder {train,test}/CLASS for each ground: `counting`, and `cifar` (CIFAR-10), on which a small network also
-begins from scratch. Nothing is solved and nothing cached: a criterion decides alone. Work takes the place of time. A
-step is counted in forward passes, a backward pass with its update as three, so other programs do not blur it.
+DIR has a folder {train,test}/CLASS for each task: `counting`, and `cifar` (CIFAR-10), on which a small network also
+begins from scratch. No head is fitted and nothing is cached, so only the criterion matters. Work takes the place of
+time. A step is counted in forward passes, a backward pass with its update as three, so other programs do not blur it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from itertools import pairwise
 import torch
 from matplotlib.figure import Figure
 
-from analysis.grounds import RESNET
 from analysis.sweeps.charts import FULL, Way, ways_chart
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.pages import Words
@@ -27,6 +26,7 @@ from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, of_seeds, paired_difference, shown, signed_points
 from analysis.sweeps.sweep import main
+from analysis.tasks import RESNET
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.segments import work_of
@@ -50,17 +50,17 @@ TOO_EARLY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class Task:
     """A task, and the network that it begins with."""
 
     words: str
     flags: Mapping[str, Value]
 
 
-GROUNDS = {
-    "counting": Ground(words="counting dots in noise", flags={"data_dir": "./counting", **RESNET}),
-    "near": Ground(words="CIFAR-10", flags={"data_dir": "./cifar", "train_samples": SAMPLES, **RESNET}),
-    "scratch": Ground(
+TASKS = {
+    "counting": Task(words="counting dots in noise", flags={"data_dir": "./counting", **RESNET}),
+    "near": Task(words="CIFAR-10", flags={"data_dir": "./cifar", "train_samples": SAMPLES, **RESNET}),
+    "scratch": Task(
         words="CIFAR-10 from scratch",
         flags={"data_dir": "./cifar", "train_samples": SAMPLES, "model": "resnet20", "weights": "none"},
     ),
@@ -83,11 +83,11 @@ def runs(preset: Preset) -> list[PlannedRun]:
         PlannedRun(
             label=label_of(name, way, epochs),
             seed=seed,
-            flags={**COMMON, **ground.flags, "freeze": way, "epochs": epochs, "evaluate_every": epochs},
+            flags={**COMMON, **task.flags, "freeze": way, "epochs": epochs, "evaluate_every": epochs},
             ranks=preset.ranks,
         )
         for seed in preset.seeds
-        for name, ground in GROUNDS.items()
+        for name, task in TASKS.items()
         for way, lengths in EPOCHS.items()
         for epochs in lengths
     ]
@@ -147,10 +147,10 @@ def rivals(results: Results, name: str) -> list[str]:
 
 def table(results: Results) -> str:
     """Return what each criterion loses by freezing too early, and what it spends by freezing late or never."""
-    columns = ("Ground", "Criterion", "Epochs", "Test accuracy", "Against nothing frozen", "Work", "Last cut", "Frozen")
-    cases = ((name, way, n) for name in GROUNDS for way, lengths in EPOCHS.items() for n in lengths)
+    columns = ("Task", "Criterion", "Epochs", "Test accuracy", "Against nothing frozen", "Work", "Last cut", "Frozen")
+    cases = ((name, way, n) for name in TASKS for way, lengths in EPOCHS.items() for n in lengths)
     rows = tuple(row_of(results, *case) for case in cases)
-    return Table(columns=columns, rows=rows, prose=frozenset({"Ground", "Criterion"})).to_text()
+    return Table(columns=columns, rows=rows, prose=frozenset({"Task", "Criterion"})).to_text()
 
 
 def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ def row_of(results: Results, name: str, way: str, epochs: int) -> tuple[str, ...
     label = label_of(name, way, epochs)
     spent, change = works(results, label), lost(results, name, way, epochs)
     return (
-        GROUNDS[name].words,
+        TASKS[name].words,
         way,
         str(epochs),
         shown(results.mean(label, "test_accuracy"), percent, count=True),
@@ -179,7 +179,7 @@ def judged(change: Interval, part: float) -> str:
 
 def words(results: Results) -> Words:
     return {
-        "grounds": GROUNDS,
+        "tasks": TASKS,
         "rivals": lambda name: rivals(results, name),
         "part": lambda label: f"{works(results, label).mean / LONGEST:.2f}",
         "table": table(results),
@@ -194,7 +194,7 @@ def drawings(results: Results) -> Mapping[str, Figure]:
         points = [(works(results, label), results.mean(label, "test_accuracy")) for label in labels]
         return Way(FULL if way == NONE else way, points)
 
-    panels = {ground.words: [way_of(name, way) for way in EPOCHS] for name, ground in GROUNDS.items()}
+    panels = {task.words: [way_of(name, way) for way in EPOCHS] for name, task in TASKS.items()}
     return {"criteria": ways_chart(panels, reference=FULL, ours=[OURS], x="work (epochs)")}
 
 

@@ -81,7 +81,9 @@ def checked(config: Config) -> Path:
         raise UsageError("--run-dir must be given")
     run_dir = Path(config.run.run_dir).resolve()
     if (run_dir / "config.yaml").exists():
-        raise UsageError(f"--run-dir ({run_dir}) holds a run, and this program cannot go on with one; choose another")
+        raise UsageError(
+            f"--run-dir ({run_dir}) holds a run, and this program cannot continue it; choose another directory"
+        )
     return run_dir
 
 

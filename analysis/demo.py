@@ -107,7 +107,7 @@ def check(out: Path, *, ranks: int, weights: Path | None) -> None:
 
 
 def run_stage(stage: Stage, *, ranks: int) -> None:
-    """Run the program, showing rank 0's lines and keeping all of them in a log beside the run directory.
+    """Run the program, showing rank 0's lines and writing all of them to a log next to the run directory.
 
     Raises:
         StageError: the program failed; with its last lines.

@@ -1,4 +1,4 @@
-"""Writes the images of dots that `analysis.grounds` counts: python -m analysis.dots DIR.
+"""Writes the images of dots that `analysis.tasks` counts: python -m analysis.dots DIR.
 
 DIR/{train,test}/<number of dots>/<i>.png, the same pixels on every machine.
 """

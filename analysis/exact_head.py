@@ -1,9 +1,9 @@
-"""Which features should a head that is solved exactly read, of how many views, and how finely must they be kept?
+"""Which features should a fitted linear head read, of how many views, and at which precision?
 
     python -m analysis.exact_head --preset reduced --data-dir DIR --weights FILE
 
 All blocks frozen, one factor at a time changed from a linear head on every block's features at no more than 4 x 4
-cells, of each image and its mirror image, in float32, images normalised as the weights were trained.
+cells, of each image and its horizontal flip, in float32, images normalised as the weights were trained.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python -m analysis.experiments --preset reduced --data-dir DIR --weights FILE     all of them, one after another
 python -m analysis.experiments --estimate                                        how long each takes
 
-FILE was trained at 32 pixels. `analysis.pixels64`, which begins with weights of 64 pixels, is a command of its own.
+FILE was trained at 32 pixels. `analysis.pixels64`, which begins with weights of 64 pixels, is a separate command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from analysis import (
     criteria,
     exact_head,
     exchange,
-    grounds,
     growth,
     network,
     own_scripts,
@@ -31,6 +30,7 @@ from analysis import (
     pixels64,
     static_sweep,
     strategies,
+    tasks,
     votes,
 )
 from analysis.sweeps.sweep import main as main_of
@@ -44,7 +44,7 @@ EVERY = (
         module.EXPERIMENT
         for module in (
             pixels64,
-            grounds,
+            tasks,
             exact_head,
             criteria,
             own_scripts,

@@ -1,12 +1,12 @@
-"""How do time, memory and bytes grow with the rows that a head is solved on: from 1 000 to 1 000 000, on 1, 2, 4 ranks?
+"""How do time, memory and bytes of fitting a head grow with the rows: from 1,000 to 1,000,000, on 1, 2, 4 ranks?
 
     python -m analysis.growth [--preset smoke|reduced|full] [--rows N [N ...]] [--out DIR]
-    python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of --freeze auto
+    python -m analysis.growth --preset full --data-dir DIR --weights FILE and images: whole commands of hvfreeze auto
 
-Made rows of 512 numbers and 100 classes go through the solver alone; 40 to 50 000 images of CIFAR-10 through the whole
-command, with a ResNet-18 that was trained at 32 pixels, and beside it through full fine-tuning. DIR gets
-measured.jsonl, a line a run, with figure and README.md. A run whose line is there is not made again, so the same
-command goes on where it was stopped. An idle machine, please.
+Synthetic rows of 512 numbers and 100 classes are fitted by the solver alone; 40 to 50,000 images of CIFAR-10 by the
+whole command, with a ResNet-18 that was trained at 32 pixels, compared with full fine-tuning. DIR gets measured.jsonl,
+with one line per run, a figure and README.md. Finished runs are skipped, so the same command continues a stopped one.
+Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from hvfreeze.wording import plural
 
 NAME, MEASURED = "growth", "measured.jsonl"
 """Not the name of kept runs of `hvfreeze train`, which other experiments look for."""
-AUTO = "--freeze auto"
+AUTO = "hvfreeze auto"
 UNSTAMPED = "AMD EPYC, 2 cores, one thread a rank; torch 2.13.0+cpu, horovod 0.28.1"
 """Machine and versions of kept lines that name none."""
 MARKERS = {1: "^", 2: "o", 4: "s"}
 """Plot markers by number of ranks."""
-KINDS = {"made": "made rows, the solver", "images": "images, --freeze auto"}
+KINDS = {"made": "synthetic rows, solver alone", "images": "images, hvfreeze auto"}
 Line = Mapping[str, Any]
 """A run: its plan, seconds by phase, peak bytes by rank, and what came of it."""
 CLASSES = 100
@@ -86,7 +86,7 @@ PRESETS = {
         Planned("made", 1_000_000, 2, 5_000),
     ],
 }
-"""With 5,000 centres, 100,000 and 1,000,000 rows cost the same per row, so that growth with rows is visible."""
+"""Larger numbers of rows, with 5,000 centres: equal cost per row, so that growth with rows is visible."""
 DEFAULT = "reduced"
 FULL = "--freeze none --epochs 16 --schedule cosine --evaluate-every 16"
 """The last epoch alone is evaluated: what a user who knows his settings would wait for."""
@@ -103,8 +103,9 @@ IMAGES = {
         f"{FULL} --lr 0.1",
     ),
 }
-"""Images of CIFAR-10, and in which ways a model is fine-tuned on them. Rates and batches of full fine-tuning are those
-that did best."""
+"""Images of CIFAR-10, and in which ways a model is fine-tuned on them. Learning rates and batch sizes of full
+fine-tuning are the best ones.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,7 +200,7 @@ def accuracy_for_both(run_dir: Path, data_dir: Path) -> float:
 
 
 def made_words(run: Planned) -> list[str]:
-    """Return the arguments of a rank that solves made rows."""
+    """Return the arguments of a rank that fits a head to synthetic rows."""
     job = {"rows": run.rows, "classes": CLASSES, "centres": run.centres_asked, "memory_bytes": MEMORY_BYTES}
     return [json.dumps(job)]
 
@@ -229,7 +230,7 @@ def kept(path: Path) -> list[Line]:
 def growth_figure(lines: Sequence[Line]) -> Figure:
     """Return seconds and peak memory over rows: a colour for each kind and number of centres, a marker for ranks.
 
-    Of images those that `--freeze auto` has without any other flag.
+    Images are shown for `hvfreeze auto` without other flags.
     """
     drawn = [line for line in lines if line["kind"] == "made" or line["way"] == AUTO]
     with matplotlib.rc_context(STYLE):
@@ -273,7 +274,7 @@ def of_a_line(line: Line) -> tuple[str, int, int]:
 
 
 def took(line: Line) -> float:
-    """Return the seconds of the solver for made rows, of the whole command for images."""
+    """Return the seconds of the solver for synthetic rows, and of the whole command for images."""
     return float(sum(line["seconds"].values()) if line["kind"] == "made" else line["command_seconds"])
 
 
@@ -289,7 +290,7 @@ def against(line: Line, other: Line) -> str:
 
 
 def made_table(lines: Sequence[Line]) -> str:
-    """Return a row for each run of made rows."""
+    """Return a row for each run on synthetic rows."""
     phases = ("points", "choice", "solution")
     columns = ("rows", "ranks", "centres", *phases, "passes", "GB a rank", "MB exchanged", "right")
     rows = [
@@ -309,7 +310,7 @@ def made_table(lines: Sequence[Line]) -> str:
 
 
 def image_table(lines: Sequence[Line]) -> str:
-    """Return a row for each run on images: what it took, and that beside the best full fine-tuning on as many."""
+    """Return a row for each run on images, compared with the best full fine-tuning on the same number of images."""
     rows = []
     for line in lines:
         best = best_full(lines, line["rows"])

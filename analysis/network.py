@@ -4,7 +4,7 @@
     python -m analysis.network --all --data-dir DIR --weights FILE    and communication and exchange after it
 
 On the local cluster of launch/, one rank a node, all ways in turn on the same nodes; a network whose rows are in DIR is
-not measured again, so the same command goes on where it was stopped. A step is that of ResNet-18 at 32 pixels on images
+not measured again, so the same command continues a stopped one. A step is that of ResNet-18 at 32 pixels on images
 in memory, 64 a rank, on the slowest rank.
 """
 
@@ -113,7 +113,7 @@ def rows_of(nodes: int, link: str, quick: bool) -> list[dict[str, Any]]:
         try:
             told = told_in_turn(name, nodes, Path(folder), quick=quick)
         except RefusedError as error:
-            raise RefusedError(f"{nodes} nodes at {link or 'no limit'}: {error}; run it again to go on") from error
+            raise RefusedError(f"{nodes} nodes at {link or 'no limit'}: {error}; run it again to continue") from error
     stamp = {"commit": commit(), "machine": machine("; ")}
     return [{**row_of(nodes, link, way, told["seconds"], told["told"][way]), **stamp} for way in WAYS]
 

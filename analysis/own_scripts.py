@@ -1,4 +1,4 @@
-"""Does the vote harm scripts of one's own that train from scratch, in plain Horovod but for one line?
+"""Does the vote harm custom scripts that train from scratch, in plain Horovod but for one line?
 
     python -m analysis.own_scripts --preset reduced
 

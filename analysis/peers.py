@@ -2,14 +2,14 @@
 
     python -m analysis.peers --preset reduced --data-dir DIR --weights FILE
 
-1 000 and 5 000 samples at 32 pixels; peers_more: 20 000 samples, peers64: 64 pixels, peers_mobilenet: another network
-(`GROUNDS`).
+1,000 and 5,000 samples at 32 pixels; peers_more: 20,000 samples, peers64: 64 pixels, peers_mobilenet: another network
+(`TASKS`).
 
 Full fine-tuning, also with smoothed labels, the last stage alone, the same from a cache, the head alone from a cache,
 linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
-with rows stored) or Composer's, DistributedDataParallel over gloo, and the head solved on every block's features: each
-for several budgets of epochs, each budget with the learning rate that was best for it on held-out training samples.
-Accuracies repeat exactly; training time is what a run's steps cost on an idle machine (analysis.step_costs).
+with rows stored) or Composer's, DistributedDataParallel over gloo, and a head fitted to the features of all blocks:
+each for several budgets of epochs, each budget with the learning rate that was best for it on held-out training
+samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine (analysis.step_costs).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ PEERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class Task:
     """A task for the comparison of methods."""
 
     larger: int = 1
@@ -119,7 +119,7 @@ class Ground:
     flags: Mapping[str, Value] = field(default_factory=dict)
     """Flags of all runs, such as another model."""
     counts: Sequence[int] = (1_000, 5_000)
-    """Numbers of training samples; 20 000 take hours more."""
+    """Numbers of training samples; 20,000 take hours more."""
     peers: Sequence[str] = tuple(PEERS)
     rates_of: str = ""
     """The experiment whose learning rates are taken, but for full fine-tuning's longest budget on no more than KNOWN
@@ -157,13 +157,13 @@ class Ground:
         return {**nearest, **kept, **best_rates(results.rows, {**nearest, **kept})}
 
 
-def cells(preset: Preset, ground: Ground) -> Iterator[tuple[Cell, Peer]]:
+def cells(preset: Preset, task: Task) -> Iterator[tuple[Cell, Peer]]:
     """Yield every peer at every number of samples and budget of epochs."""
-    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in ground.counts}
+    held = {samples: epochs for samples, epochs in BUDGETS.items() if samples in task.counts}
     budgets = {SMOKE_SAMPLES: (SMOKE_EPOCHS,)} if preset.is_smoke else held
     for samples, epochs in budgets.items():
         for name, peer in PEERS.items():
-            if samples > peer.most_samples or name not in (SMOKE_PEERS if preset.is_smoke else ground.peers):
+            if samples > peer.most_samples or name not in (SMOKE_PEERS if preset.is_smoke else task.peers):
                 continue
             for budget in budgets_of(peer, samples, epochs):
                 yield Cell(samples=samples, peer=name, epochs=budget), peer
@@ -174,24 +174,24 @@ def budgets_of(peer: Peer, samples: int, epochs: tuple[int, ...]) -> tuple[int, 
     return (*((1,) if peer.once else epochs[-peer.last :]), *peer.more.get(samples, ()))
 
 
-def runs(preset: Preset, ground: Ground) -> list[PlannedRun]:
+def runs(preset: Preset, task: Task) -> list[PlannedRun]:
     """Return the runs that choose learning rates, each for a peer, a number of samples and a budget."""
     planned = []
-    for cell, peer in cells(preset, ground):
-        for lr in preset.few(LEARNING_RATES) if ground.chooses(cell, peer) else []:
-            flags = {**ground.work(preset, cell, peer), "validation_fraction": HELD_OUT, "lr": lr}
+    for cell, peer in cells(preset, task):
+        for lr in preset.few(LEARNING_RATES) if task.chooses(cell, peer) else []:
+            flags = {**task.work(preset, cell, peer), "validation_fraction": HELD_OUT, "lr": lr}
             planned.append(preset.run(f"lr{lr:g}-{cell.label}", preset.lr_seeds[0], flags, program=peer.program))
     return planned
 
 
-def then(preset: Preset, results: Results, ground: Ground) -> list[PlannedRun]:
+def then(preset: Preset, results: Results, task: Task) -> list[PlannedRun]:
     """Return the runs that are tested, each at its cell's learning rate; a seed's runs follow each other in time."""
-    rates, planned, chosen = ground.rates(results), [], list(cells(preset, ground))
+    rates, planned, chosen = task.rates(results), [], list(cells(preset, task))
     for seed in preset.seeds if preset.is_smoke else range(max(HEADLINE_SEEDS.values())):
         for cell, peer in chosen:
             if preset.is_smoke or seed < seeds_of(cell):
                 known = rates.get(replace(cell, peer=peer.rate_of or cell.peer), LEARNING_RATES[0])
-                flags = {**ground.work(preset, cell, peer), "lr": known if peer.lr is None else peer.lr}
+                flags = {**task.work(preset, cell, peer), "lr": known if peer.lr is None else peer.lr}
                 planned.append(preset.run(cell.label, seed, flags, program=peer.program))
     return planned
 
@@ -212,12 +212,12 @@ def words(results: Results) -> Words:
     }
 
 
-def experiment_on(name: str, ground: Ground) -> Experiment:
+def experiment_on(name: str, task: Task) -> Experiment:
     """Return the experiment `analysis.<name>`."""
     return Experiment(
         name=name,
-        runs=lambda preset: runs(preset, ground),
-        then=lambda preset, results: then(preset, results, ground),
+        runs=lambda preset: runs(preset, task),
+        then=lambda preset, results: then(preset, results, task),
         chooses_lr=True,
         own_seeds=True,
         words=words,
@@ -227,21 +227,21 @@ def experiment_on(name: str, ground: Ground) -> Experiment:
 
 STRONGEST = ("full", "last-stage-cached", "exact", "auto", "auto-one-view")
 """Ours, what they are held against, and at 32 pixels the strongest of the others that store rows."""
-GROUNDS = {
-    "peers": Ground(),
-    "peers_more": Ground(counts=(20_000,), peers=STRONGEST, rates_of="peers", like={16: 8}),
-    "peers64": Ground(
+TASKS = {
+    "peers": Task(),
+    "peers_more": Task(counts=(20_000,), peers=STRONGEST, rates_of="peers", like={16: 8}),
+    "peers64": Task(
         larger=2,
         peers=(*STRONGEST, "head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer"),
         rates_of="peers",
     ),
-    "peers_mobilenet": Ground(
+    "peers_mobilenet": Task(
         flags={"model": "mobilenet_v3_small", "data": "imagefolder", "data_dir": "OTHER", "reset_head": True},
         counts=(5_000,),
         peers=("full", "auto", "auto-one-view"),
     ),
 }
-EXPERIMENTS = {name: experiment_on(name, ground) for name, ground in GROUNDS.items()}
+EXPERIMENTS = {name: experiment_on(name, task) for name, task in TASKS.items()}
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENTS["peers"]))

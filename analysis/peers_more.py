@@ -1,4 +1,4 @@
-"""The same as `analysis.peers` with 20 000 samples.
+"""The same as `analysis.peers` with 20,000 samples.
 
 python -m analysis.peers_more --preset reduced --data-dir DIR --weights FILE
 """

@@ -2,10 +2,10 @@
 
     python -m analysis.pixels64 --preset reduced --data-dir DIR --weights FILE
 
-The setting is the preset's but for the image size and the weights, and the experiment has a baseline of its own: the
-learning rate is chosen anew on held-out training samples, and full fine-tuning is run for several numbers of epochs.
-Against that front stand what a user would choose: blocks frozen by vote as they settle, with fresh draws or with two
-views of each sample and the cache, and a prefix that is frozen from the start and cached.
+The setting is the preset's but for the image size and the weights, and the experiment has its own baseline: the
+learning rate is chosen on held-out training samples, and full fine-tuning is run for several numbers of epochs. Against
+that front stand what a user would choose: blocks frozen by vote as they stabilize, with fresh draws or with two views
+of each sample and the cache, and a prefix that is frozen from the start and cached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes images turned by 0, 90, 180 or 270 degrees, which are the classes: python -m analysis.rotated CIFAR DIR.
 
-CIFAR/{train,test}/CLASS has the images. DIR/{train,test}/<degrees>/<i>.png, the same pixels on every machine. A mirror
-image of a turned one looks turned the other way, so that training on mirror images teaches wrong labels.
+CIFAR/{train,test}/CLASS has the images. DIR/{train,test}/<degrees>/<i>.png, the same pixels on every machine. A flip
+reverses the rotation, so training on horizontal flips would use wrong labels.
 """
 
 from __future__ import annotations

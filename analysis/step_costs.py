@@ -1,10 +1,10 @@
-"""What a training step costs at every cut, live and cached, on 1, 2 and 4 ranks; `analysis.peers` counts with it.
+"""Measure the cost of a training step at every cut, live and cached, on 1, 2 and 4 ranks, for `analysis.peers`.
 
     python -m analysis.step_costs                     both image sizes, 40 minutes, into analysis/results/step_costs
     python -m analysis.step_costs --image-size 64 --ranks 2       these only, merged into what is there
     python -m analysis.step_costs --quick             only see that everything runs, into build/experiments
 
-Accuracies of a comparison repeat exactly, wherever and beside whatever its runs were made; seconds do not. So steps are
+Accuracies of a comparison repeat exactly on any loaded machine; seconds do not. So steps are
 timed here, all kinds in turns on an idle machine, and a run's training time is the sum over its steps.
 """
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def begun(path: Path) -> dict[str, Any]:
     """Return what is kept at a path, to be added to.
 
-    `stamps` has source and machine of each entry of `seconds`; those of entries without a stamp stand beside it.
+    `stamps` has source and machine of each entry of `seconds`; entries without a stamp have those of the file.
     """
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {"seconds": {}, "stamps": {}, **found}

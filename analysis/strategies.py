@@ -1,14 +1,15 @@
-"""What do the strategies that spread one chain over ranks cost, beside what their papers predict?
+"""What do the strategies that spread one chain over ranks cost, compared with the predictions of their papers?
 
     python -m analysis.strategies --preset reduced --data-dir DIR --weights FILE
 
 Several models on one frozen trunk, split over three ranks or whole on each: time, processor seconds, bytes, memory,
 ways of labels, batch sizes, and a cache that lets the line fall silent. One model in a grid of partitions and replicas:
-its speed under the pipeline's bound, memory and bytes by the formula; ranks whose blocks are frozen or cached, dealt
-out anew or waiting; and against replicas on two nodes at 1 Gbit/s of the local cluster; these runs come last, and
-`--only` leaves them out where there can be no cluster. Layer groups that learn by critics: accuracy beside
+its speed under the pipeline's bound, memory and bytes by the formula; ranks whose blocks are frozen or cached,
+reassigned or idle; and against replicas on two nodes at 1 Gbit/s of the local cluster; these runs come last, and
+`--only` leaves them out where there can be no cluster. Layer groups that learn by critics: accuracy compared with
 backpropagation, of every exit, and of samples that leave early. A language model on a ring: loss by the age of its
-gradients and the learning rate, and the time of a step. A perceptron in pieces: accuracy by bytes, beside local SGD.
+gradients and the learning rate, and the time of a step. A perceptron in pieces: accuracy by bytes, compared with local
+SGD.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use: `hvfreeze --help` should not wait for torch.
 _PUBLIC = {

@@ -1,4 +1,4 @@
-"""The commands: what each is called with and which code performs it, imported when it is asked for."""
+"""The commands: their arguments and the functions that perform them, imported on demand."""
 
 from __future__ import annotations
 
@@ -18,91 +18,104 @@ DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front laye
 
 @dataclass(frozen=True)
 class Command:
-    """A command that makes no run."""
+    """A command that does not start a run."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], Any]
     perform: Callable[..., int]
-    """Takes the options by name, and returns the exit code."""
+    """Function that takes the options by name and returns the exit code."""
 
 
 def path(text: str) -> Path:
-    """Return a path, which must not be empty: a shell gives that for a variable that is not set, and it is no folder's.
+    """Convert an argument to a path.
 
-    Raises ArgumentTypeError where it is; `Path` would take it for the working directory.
+    Raises:
+        ArgumentTypeError: it is empty, as from an unset shell variable; `Path` would read it as the working directory.
     """
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty; a variable of the shell may not be set")
+        raise argparse.ArgumentTypeError("the path is empty; a shell variable may be unset")
     return Path(text)
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze predict` takes."""
-    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
+    """Add the arguments of `hvfreeze predict`."""
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="directory of a finished run")
     parser.add_argument(
         "given",
         metavar="IMAGE",
         nargs="+",
-        help="image files, folders of them, tables that name them, hf:PATH; a text, where the model continues texts",
+        help="image files, folders or tables of images, hf:PATH; for a language model, a text",
     )
-    parser.add_argument("--out", metavar="FILE", type=path, help="write CSV, or the text, there; default: print it")
     parser.add_argument(
-        "--top", metavar="K", type=int, help="the K most probable classes, default 1; of a text's next characters all"
+        "--out", metavar="FILE", type=path, help="write the CSV, or the text, to this file; default: print it"
+    )
+    parser.add_argument(
+        "--top",
+        metavar="K",
+        type=int,
+        help="show the K most probable classes, default 1; for text: "
+        "sample from the K most probable characters, default all",
     )
     for name, kind, text in (
-        ("length", int, "characters to go on for, default 200"),
-        ("temperature", float, "0 takes the most probable character, more makes others likelier, default 0.8"),
-        ("seed", int, "of the characters that are drawn, default 0"),
+        ("length", int, "number of characters, default 200"),
+        ("temperature", float, "0: the most probable character; higher: more random; default 0.8"),
+        ("seed", int, "seed for sampling characters, default 0"),
     ):
-        more = f"for a text's model: {text}"
+        more = f"language models: {text}"
         parser.add_argument(f"--{name}", metavar="N", type=kind, default=argparse.SUPPRESS, help=more)
     add_how(parser)
 
 
 def add_how(parser: argparse.ArgumentParser) -> None:
-    """Add which model is applied, and to how many images at once."""
+    """Add the arguments that choose the model and the batch size."""
     add_which(parser)
     parser.add_argument(
-        "--batch-size", metavar="N", type=int, help="images at once; default: as in the run's evaluation"
+        "--batch-size", metavar="N", type=int, help="images per batch; default: as in the run's evaluation"
     )
     parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out images that cannot be used; without it the exit code is 3"
+        "--skip-bad",
+        action="store_true",
+        help="skip unreadable images; without it they end the command with exit code 3",
     )
     add_exits(parser)
 
 
 def add_which(parser: argparse.ArgumentParser) -> None:
-    """Add which model of a run is meant, and whether code of one's own may make it."""
+    """Add the arguments that choose a model of a run and trust its code."""
     parser.add_argument(
         "--model-name",
         metavar="NAME",
         dest="name",
         default="model",
-        help="which of a run's several models, as in model-head0",
+        help="model of a run with several, such as model-head0",
     )
-    parser.add_argument("--trust-code", action="store_true", help="run the function that the run's model is made by")
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="allow the run's own Python function (package:function) to build the model",
+    )
 
 
 def add_exits(parser: argparse.ArgumentParser) -> None:
-    """Add at which of its exits a model answers that was trained with local critics."""
+    """Add the arguments of early exits."""
     parser.add_argument(
         "--exit",
         metavar="N",
         dest="exit_at",
-        help="of a run of --strategy local-critics: answer at exit N, 1 for the first, or all together: ensemble",
+        help="runs of --strategy local-critics: predict at exit N (1 is the first), or ensemble: average all exits",
     )
     parser.add_argument(
         "--exit-confidence",
         metavar="P",
         dest="confidence",
         type=float,
-        help="of the same: a sample leaves at the first exit that gives a class this probability, such as 0.9; tells "
-        "the share of samples and of FLOPs of each exit",
+        help="the same runs: a sample leaves at the first exit with this probability, such as 0.9; "
+        "shows the share of samples and FLOPs per exit",
     )
 
 
 def predict(**options: Any) -> int:
-    """Tell the classes of images, or how a text goes on."""
+    """Print the classes of images, or continue a text."""
     with kept_for_good():
         from hvfreeze.inference import predict as predicting
         from hvfreeze.inference.text import Drawing
@@ -112,21 +125,20 @@ def predict(**options: Any) -> int:
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze evaluate` takes."""
-    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
+    """Add the arguments of `hvfreeze evaluate`."""
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="directory of a finished run")
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
         type=path,
-        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a table, a text's file; default: what the run was "
-        "evaluated on",
+        help="DIR/test/CLASS/, DIR/val/CLASS/ or DIR/CLASS/, a table, a text file; default: the run's test data",
     )
-    parser.add_argument("--out", metavar="DIR", type=path, help="write tables and the confusion figure there")
+    parser.add_argument("--out", metavar="DIR", type=path, help="write tables and the confusion matrix to this folder")
     add_how(parser)
 
 
 def evaluate(**options: Any) -> int:
-    """Tell how right a model is."""
+    """Print the accuracy of a model."""
     with kept_for_good():
         from hvfreeze.inference import evaluate as evaluating
 
@@ -134,8 +146,8 @@ def evaluate(**options: Any) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze export` takes."""
-    parser.add_argument("run_dir", metavar="RUN", type=path, help="a finished run's directory")
+    """Add the arguments of `hvfreeze export`."""
+    parser.add_argument("run_dir", metavar="RUN", type=path, help="directory of a finished run")
     parser.add_argument(
         "--format",
         dest="form",
@@ -151,7 +163,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def export(**options: Any) -> int:
-    """Write a model as a file that runs elsewhere."""
+    """Export a model."""
     with kept_for_good():
         from hvfreeze.inference import export as exporting
 
@@ -159,22 +171,22 @@ def export(**options: Any) -> int:
 
 
 def add_blocks(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze blocks` takes."""
+    """Add the arguments of `hvfreeze blocks`."""
     parser.add_argument(
-        "model", metavar="MODEL", help="as for train: a torchvision classifier, timm:NAME, hf:FOLDER, package:function"
+        "model", metavar="MODEL", help="a torchvision classifier, timm:NAME, hf:FOLDER or package:function"
     )
     schemes = "stage, residual, paper or NAME,NAME,..."
     parser.add_argument("--blocks", metavar="HOW", dest="scheme", default="stage", help=schemes)
     for name, number, text in (
         ("image-size", 224, "side of the images in pixels"),
-        ("classes", 1000, "outputs of the head"),
-        ("batch-size", 16, "images that are timed at once"),
+        ("classes", 1000, "number of classes"),
+        ("batch-size", 16, "images per timed batch"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=int, default=number, help=f"{text}; default {number}")
 
 
 def blocks(**options: Any) -> int:
-    """Show where a model may be cut."""
+    """Print the cuts of a model."""
     with kept_for_good():
         from hvfreeze.inference.blocks_table import show_blocks
 
@@ -182,29 +194,38 @@ def blocks(**options: Any) -> int:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze report` takes."""
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=path)
-    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="where the page and figures go")
+    """Add the arguments of `hvfreeze report`."""
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", type=path, help="directories of runs, finished or not"
+    )
+    parser.add_argument("--out", metavar="DIR", type=path, required=True, help="folder for the page and the figures")
     parser.add_argument(
         "--watch",
         metavar="SECONDS",
         type=int,
         nargs="?",
         const=30,
-        help="write it anew after every epoch while jobs run, and let the page reload itself; default: every 30 s",
+        help="update the report after every epoch while jobs run, and reload the page; default: every 30 s",
     )
 
 
 def report(run_dirs: list[Path], out: Path, watch: int | None) -> int:
-    """Write a report on run directories."""
+    """Write a report of run directories."""
     from hvfreeze.report.report import watch_report, write_report
 
     return write_report(run_dirs, out=out) if watch is None else watch_report(run_dirs, out=out, seconds=watch)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze runs` takes."""
-    parser.add_argument("folder", metavar="DIR", type=path, nargs="?", default=Path("runs"), help="default: runs")
+    """Add the arguments of `hvfreeze runs`."""
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=path,
+        nargs="?",
+        default=Path("runs"),
+        help="folder of run directories; default: runs",
+    )
 
 
 def runs(folder: Path) -> int:
@@ -215,34 +236,34 @@ def runs(folder: Path) -> int:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze doctor` takes."""
+    """Add the arguments of `hvfreeze doctor`."""
     parser.add_argument("--hosts", metavar="HOST,...", help="check these hosts over ssh")
     parser.add_argument("--hostfile", metavar="FILE", type=path, help="check the hosts of a hostfile over ssh")
-    parser.add_argument("--data-dir", metavar="DIR", type=path, help="must be readable on every host")
-    parser.add_argument("--cache-dir", metavar="DIR", type=path, help="must be writable on every host")
+    parser.add_argument("--data-dir", metavar="DIR", type=path, help="check that every host can read this folder")
+    parser.add_argument("--cache-dir", metavar="DIR", type=path, help="check that every host can write this folder")
 
 
 def doctor(hosts: str | None, hostfile: Path | None, data_dir: Path | None, cache_dir: Path | None) -> int:
-    """Check this machine, or the hosts that were named."""
+    """Check this machine, or the given hosts."""
     from hvfreeze.doctor.hosts import parse_hosts, read_hostfile, run_hosts_doctor
     from hvfreeze.doctor.this_machine import run_doctor
 
     if hosts is not None and hostfile is not None:
-        raise UsageError("--hosts and --hostfile both name hosts; give one of them")
+        raise UsageError("--hosts and --hostfile exclude each other; give one of them")
     if hosts is not None:
         return run_hosts_doctor(parse_hosts(hosts), data_dir=data_dir, cache_dir=cache_dir)
     if hostfile is not None:
         return run_hosts_doctor(read_hostfile(hostfile), data_dir=data_dir, cache_dir=cache_dir)
     for flag, folder in (("--data-dir", data_dir), ("--cache-dir", cache_dir)):
         if folder is not None:
-            raise UsageError(f"{flag} ({folder}) must be given with --hosts or --hostfile, whose hosts look for it")
+            raise UsageError(f"{flag} ({folder}) needs --hosts or --hostfile, whose hosts check it")
     return run_doctor()
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Add what `hvfreeze cache` takes."""
-    parser.add_argument("action", choices=("ls", "verify", "rm"))
-    parser.add_argument("directory", metavar="DIR", type=path)
+    """Add the arguments of `hvfreeze cache`."""
+    parser.add_argument("action", choices=("ls", "verify", "rm"), help="list, check or remove the cache files")
+    parser.add_argument("directory", metavar="DIR", type=path, help="the --cache-dir of a run")
 
 
 def cache(action: str, directory: Path) -> int:
@@ -253,34 +274,34 @@ def cache(action: str, directory: Path) -> int:
 
 
 COMMANDS = {
-    "predict": Command("classes of images, or how a text goes on, from a finished run", add_predict, predict),
-    "evaluate": Command("accuracy of a finished run by class, or bits per character", add_evaluate, evaluate),
-    "export": Command("an ONNX, PyTorch or safetensors file from a finished run", add_export, export),
-    "blocks": Command("where a model may be cut, and what that saves on this machine", add_blocks, blocks),
-    "report": Command("figures and one HTML page from run directories", add_report, report),
-    "runs": Command("a table of the run directories in a folder", add_runs, runs),
+    "predict": Command("predict the classes of images (or continue a text) with a finished run", add_predict, predict),
+    "evaluate": Command("measure the accuracy of a finished run, in total and per class", add_evaluate, evaluate),
+    "export": Command("export a finished run to ONNX, PyTorch, safetensors or transformers", add_export, export),
+    "blocks": Command("list a model's blocks, and the time that freezing them saves here", add_blocks, blocks),
+    "report": Command("compare runs: one HTML page with figures", add_report, report),
+    "runs": Command("list the runs in a folder", add_runs, runs),
     "doctor": Command("check this machine, or several hosts", add_doctor, doctor),
     "cache": Command("list, verify or remove cached activations", add_cache, cache),
 }
 
 
 RUNS = {
-    "auto": "fine-tune a model on a folder of images; chooses how",
-    "train": "fine-tune a model, with every setting by hand",
+    "auto": "fine-tune a model on your images; chooses the method and the settings",
+    "train": "train with your own settings",
 }
-"""The commands that make a run."""
+"""Commands that start a run."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are the program's own."""
+    """A parser that raises UsageError."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with the message and where to read more."""
-        raise UsageError(f"{message}; '{self.prog} --help' explains")
+        """Raise UsageError with the message and a pointer to --help."""
+        raise UsageError(f"{message}; see '{self.prog} --help'")
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """Return the parser of all commands, or with the flags of that alone with which a command line begins."""
+    """Return the parser of all commands, with the flags of the command in `words` alone."""
     parser = Parser(
         prog="hvfreeze",
         description=DESCRIPTION,
@@ -297,16 +318,17 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
 
             add_flags(added, words or ())
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, allow_abbrev=False))
+        description = f"{command.help[0].upper()}{command.help[1:]}."
+        command.add_arguments(commands.add_parser(name, help=command.help, description=description, allow_abbrev=False))
     return parser
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return what the arguments ask for, the command's name as `command`.
+    """Parse the arguments; the command's name is `command`.
 
     Raises:
         UsageError: an unknown command or flag, or a value of the wrong type.
-        SystemExit: --help or --version was asked for and printed.
+        SystemExit: --help or --version was printed.
     """
     names = (*RUNS, *COMMANDS)
     if arguments and arguments[0] not in names and not arguments[0].startswith("-"):
@@ -319,11 +341,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             from hvfreeze.config.flags import hint_at
 
             hint = hint_at(rest[0].partition("=")[0], options.command)
+            if options.command == "train" and not rest[0].startswith("-"):
+                hint = "; name data with --data or --data-dir"
         raise UsageError(f"unknown argument '{rest[0]}'{hint}")
     return options
 
 
 def perform(arguments: Sequence[str]) -> int:
-    """Run a command that makes no run, and return its exit code."""
+    """Perform a command that does not start a run, and return its exit code."""
     options = vars(parse(arguments))
     return COMMANDS[options.pop("command")].perform(**options)

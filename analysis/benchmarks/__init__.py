@@ -1,5 +1,4 @@
-"""What `python -m analysis.bench` measures with: sides that take turns on the same ranks, hand-written references, and
-in rows/ a module for every kind of row.
+"""The parts of `python -m analysis.bench`: sides that take turns on the same ranks, references, and a module per row.
 
 May import nothing else of `analysis`.
 """

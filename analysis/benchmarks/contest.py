@@ -60,7 +60,7 @@ class Side:
 
     Attributes:
         name: unique in its contest.
-        step: does it once; returns a number, such as the loss, by which sides that do the same can be told.
+        step: does it once; returns a number, such as the loss, which is equal for equivalent sides.
         mode: how Horovod is set up meanwhile.
         prepare: called before every step, untimed.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WIDEST = 0.06
-"""A wider interval, relative to the ratio, settles nothing."""
+"""Relative width of the interval above which a row is undecided."""
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 

@@ -47,7 +47,7 @@ HeldBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the jobs of a case have in common.
+    """The common settings of the jobs of a case.
 
     Attributes:
         world: the ranks.

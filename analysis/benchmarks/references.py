@@ -99,7 +99,7 @@ class Count:
 
 
 class PlainLoop:
-    """forward, loss, zero_grad, backward, step; whoever averages gradients hangs on the parameters or the optimizer."""
+    """forward, loss, zero_grad, backward, step; gradients are averaged by hooks or by the optimizer."""
 
     def __init__(self, forward: Forward, optimizers: Sequence[Optimizer], batches: Sequence[HeldBatch]) -> None:
         self.forward, self.optimizers = forward, optimizers

@@ -1,6 +1,6 @@
-"""As many trainings as mpirun starts ranks, each by itself on a core: python -m analysis.parts.copies train FLAGS...
+"""Independent trainings, one per rank of mpirun, each on its own core: python -m analysis.parts.copies train FLAGS...
 
-What they lose against one alone, the processor takes by its shared caches, memory and clock: no MPI is in it. Copy 0
+Their loss against a single one comes from shared caches, memory and clock of the processor, without MPI. Copy 0
 leaves its run directory as any run does, with `copies` in its summary.json: the images per second of each one's epochs.
 """
 

@@ -1,4 +1,4 @@
-"""What `make demo` trains, on which images, and in which order."""
+"""The trainings of `make demo`, in order, and their images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Flags = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained on, and with which flags."""
+    """The images of the demo and the flags of its trainings."""
 
     first: str
     second: str
@@ -30,7 +30,7 @@ class Task:
     tuning: Flags
     vote: Flags
     auto: Flags
-    """Of `hvfreeze auto`, which needs no learning rate."""
+    """Flags of `hvfreeze auto`, which needs no learning rate."""
 
 
 # A mirrored digit is no digit: the folder's images are taken as they are, which also makes every epoch cacheable.

@@ -1,4 +1,4 @@
-"""Rows that are made, as many as are asked for, and a kernel head solved on them by every rank of a job.
+"""Synthetic rows, and a kernel head fitted to them by all ranks of a job.
 
 python -m analysis.parts.growth_rows OUT '{"rows": 50000, "classes": 100, "centres": 1000, "memory_bytes": 6000000000}'
 
@@ -30,14 +30,14 @@ WIDTH = 512
 PART = 2_000
 """Rows that are made together: which rows there are does not depend on the number of ranks."""
 SAMPLED = 20_000
-"""Rows of all ranks that are looked at first."""
+"""Rows of all ranks in the subset that determines the projection."""
 HELD_OUT_EVERY = 10
 TESTED = 2_000
-"""Rows that nobody is fitted to."""
+"""Rows that no head is fitted to."""
 SPREAD, APART = 0.5, 0.2
 """How fast the variance of directions falls, and how far classes are apart: about as features of images are."""
 PROCESS_BYTES = 10**9
-"""Of a rank beside its rows: Python, torch, Horovod, and what is copied for a moment."""
+"""Bytes of a rank without its rows: Python, torch, Horovod, and temporary copies."""
 
 
 class MadeRows:
@@ -78,7 +78,7 @@ class MadeRows:
 
 
 class _Some:
-    """Some parts of made rows."""
+    """A part of the synthetic rows."""
 
     width = WIDTH
 
@@ -125,7 +125,7 @@ def left_for_solver(memory_bytes: int, rows: int, classes: int) -> int:
 
 
 def solve(job: dict[str, Any]) -> dict[str, Any]:
-    """Solve a head as this rank of the job, and return what it took."""
+    """Fit a head on this rank of the job, and return its time and memory."""
     world = open_world()
     torch.set_num_threads(1)
     classes = job["classes"]
@@ -140,7 +140,7 @@ def solve(job: dict[str, Any]) -> dict[str, Any]:
         read=phases.read,
         watch=phases.watch,
     )
-    assert fit is not None, "nobody stops it"
+    assert fit is not None, "a fit without `stop` runs to its end"
     found = {"seconds": phases.seconds(), "peak_bytes": peak_memory_bytes()}
     head = KernelHead(WIDTH, classes)
     take(head, fit)
@@ -159,7 +159,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def main(out: str, job: str) -> None:
-    """Solve, and write what it took to a file of this rank's own."""
+    """Fit a head, and write its time and memory to a file per rank."""
     found = solve(json.loads(job))
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
     Path(out, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")

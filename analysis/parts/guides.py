@@ -1,4 +1,4 @@
-"""What the parts of README.md and of docs/ may name, besides the pages of results."""
+"""The variables of the generated parts of README.md and docs/."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHOICES: dict[Experiment, dict[str, str]] = {
         **{f"cut{cut}-cached": f"{cut} of 6 stages frozen from the start and cached" for cut in (4, 5)},
     },
 }
-"""What a user could do instead of full fine-tuning: experiment, label and what a reader knows it by."""
+"""Alternatives to full fine-tuning: experiment, label and title."""
 SHOWN = ("ahead", "no difference shown", "behind")
 
 
@@ -50,13 +50,13 @@ def front(root: Path) -> list[tuple[int, str, str, str]]:
 
 
 def pairs(root: Path) -> Iterator[tuple[str, int, Results, str]]:
-    """Yield experiment, samples, rows and the best of full fine-tuning of all that `--freeze auto` is compared on."""
+    """Yield experiment, samples, rows and the best of full fine-tuning of all that `hvfreeze auto` is compared on."""
     for name in ("peers", "peers_more", "peers64", "peers_mobilenet"):
         for samples, own in by_samples(peers.EXPERIMENTS[name].open(root)):
             yield name, samples, own, best_full(own)
 
 
-def ground(results: Results) -> str:
+def setting(results: Results) -> str:
     """Return the images' size, and the model where it is another."""
     row = results.rows[0]
     return f"{row['image_size']} pixels" + ("" if row["model"] == TIMED else f", {row['model']}")
@@ -111,7 +111,7 @@ def words(root: Path) -> Words:
     return {
         "front": front(root),
         "pairs": list(pairs(root)),
-        "ground": ground,
+        "setting": setting,
         "mean_time": lambda results, label: seconds(results.mean(label, "train_seconds").mean),
         "machines": machines(root),
         "bench": bench.cells,

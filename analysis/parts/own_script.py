@@ -1,4 +1,4 @@
-"""A script of one's own, in plain Horovod or with our optimizer in its one line; the flags of `hvfreeze train`.
+"""A custom script, in plain Horovod or with one line for our optimizer; the flags of `hvfreeze train`.
 
     mpirun -n 2 python -m analysis.parts.own_script train --model digits_network --freeze coherence --run-dir DIR
 
@@ -36,7 +36,7 @@ HERE = "analysis.parts.own_script:"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a script trains, and on what."""
+    """The model and the data of a script."""
 
     network: Callable[[], nn.Module]
     data: Callable[[], tuple[TensorDataset, TensorDataset]]

@@ -1,4 +1,4 @@
-"""Networks and data of scripts as people write them: digits, and pieces of source code whose package is to be told."""
+"""Networks and data of typical scripts: digits, and source code to classify by its package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-"""Of Python's standard library."""
+"""Packages of Python's standard library."""
 LENGTH, KNOWN = 32, 1000
-"""Words of a piece of code, and how many are told apart, the most frequent ones; all others are 0."""
+"""Words per piece of code, and size of the vocabulary of the most frequent words; all others are 0."""
 OF_PACKAGE = 500
 """Pieces of each package to train on, and a quarter as many to test on."""
 TESTED_DIGITS = 397
@@ -62,7 +62,7 @@ class CodeNetwork(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's digits enlarged to 28 pixels, 1 400 to train on and 397 to test on."""
+    """Return scikit-learn's digits enlarged to 28 pixels, 1,400 for training and 397 for testing."""
     table = load_digits()
     images = torch.from_numpy(table.images).float()[:, None] / 16
     images = (functional.interpolate(images, size=28, mode="bilinear") - 0.13) / 0.31

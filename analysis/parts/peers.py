@@ -1,7 +1,7 @@
-"""What is made of the rows of `analysis.peers`: names, learning rates, training times, and who is ahead of the front.
+"""The evaluation of `analysis.peers`: names, learning rates, training times, and comparison with the front.
 
-Training time is the sum of a run's steps, each at its cost on an idle machine (analysis.step_costs). Solving a head and
-what goes with it is not made of such steps; those runs keep the time that the clock has shown.
+Training time is the sum of a run's steps, each at its cost on an idle machine (analysis.step_costs). Fitting a head
+does not consist of such steps; these runs keep their measured time.
 
 A cost is the median of a few timed steps, the same for all seeds, so that the spread of seeds does not show its error:
 rounds of steps are drawn again, and what that changes is joined to the spread of seeds.
@@ -31,7 +31,7 @@ from analysis.sweeps.statistics import Interval, joined
 from hvfreeze.report.tables import megabytes
 
 PROBE_EPOCHS, PROBE_VIEWS = 10, 2
-"""Of linear probing; all epochs but the first two read the cache, and cost next to nothing."""
+"""Epochs of linear probing; all but the first two read the cache and take almost no time."""
 NEAR = 0.01
 """Less than the standard error of an accuracy on a thousand held-out samples."""
 SLACK = 0.005
@@ -41,7 +41,7 @@ TIMED = "resnet18"
 DEEPEST = 5
 """The cut below the head."""
 SOLVED = ("auto", "auto-one-view", "exact")
-"""The peers that solve a head."""
+"""The peers that fit a head."""
 LABEL = re.compile(r"(?:lr(?P<lr>[^-]+)-)?n(?P<samples>\d+)-(?P<peer>.+)-e(?P<epochs>\d+)")
 WORDS = {
     "full": "full fine-tuning",
@@ -55,8 +55,8 @@ WORDS = {
     "autofreeze": "AutoFreeze, cached",
     "pipetransformer": "PipeTransformer, cached",
     "composer": "Composer's freezing",
-    "exact": "linear head, solved",
-    "auto": "--freeze auto",
+    "exact": "linear head, fitted",
+    "auto": "hvfreeze auto",
     "auto-one-view": "auto, --mirror off",
 }
 """Ways as a reader of a figure knows them."""
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What its runs are called."""
+        """Label of its runs."""
         return f"n{self.samples}-{self.peer}-e{self.epochs}"
 
 
@@ -311,7 +311,7 @@ COLUMNS = (
     Metric("Gradients", lambda r, label, _: megabytes(r.mean(label, "allreduce_bytes").mean)),
     Metric("Stored", lambda r, label, _: megabytes(stored.mean) if (stored := r.mean(label, "cache_bytes")).n else ""),
 )
-"""Of a page's tables."""
+"""Columns of a page's tables."""
 
 
 def drawings_of(results: Results) -> dict[str, Figure]:

@@ -38,7 +38,7 @@ def pin(rank: int) -> None:
     """
     free = cores(os.sched_getaffinity(0))
     if rank >= len(free):
-        raise UsageError(f"rank {rank} must have a core of its own, and there are {plural(len(free), 'core')}: --ranks")
+        raise UsageError(f"rank {rank} must have its own core, and there are {plural(len(free), 'core')}: --ranks")
     os.sched_setaffinity(0, {free[rank]})
 
 

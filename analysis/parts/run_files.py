@@ -1,4 +1,4 @@
-"""What another program that takes the flags of `hvfreeze train` leaves in its run directory, as our runs do."""
+"""Run files of other programs with the flags of `hvfreeze train`."""
 
 from __future__ import annotations
 

@@ -83,8 +83,10 @@ class Interval(TypedDict):
     gains: list[list[list[float]]]
     """Gain of a step per rank, sampled step and block; see `Coherence`."""
     gained: list[float]
-    """Of each block, the head too: its mean gain, by products of the honest ranks' averages of two steps in a row.
-    These know of no skew, which makes ranks' own gradients contradict each other."""
+    """Mean gain of each block and of the head, from products of the honest ranks' averages of two consecutive steps.
+
+    These are free of the skew that makes single ranks' gradients disagree.
+    """
 
 
 class Log(TypedDict):
@@ -105,7 +107,7 @@ class Log(TypedDict):
 
 
 def network() -> Chain:
-    """Return four convolutions with BatchNorm and a linear head, 10 000 parameters, as a chain of five blocks."""
+    """Return four convolutions with BatchNorm and a linear head, 10,000 parameters, as a chain of five blocks."""
 
     def block(channels: int, width: int, stride: int) -> nn.Module:
         norm = nn.BatchNorm2d(width)

@@ -25,9 +25,9 @@ METHOD_COLOURS = {
     FULL: BASELINE,
     "frozen from the start": COLOURS[0],
     "frozen and cached": COLOURS[1],
-    "--freeze auto": COLOURS[2],
+    "hvfreeze auto": COLOURS[2],
     "auto, --mirror off": "#88CC66",
-    "linear head, solved": "#661100",
+    "linear head, fitted": "#661100",
     "head, cached": "#EE8866",
     "gradient-norm": COLOURS[3],
     "the study's own rule": "#882255",
@@ -67,7 +67,7 @@ class Line:
     colour: str = OTHERS[0]
     dash: str = "-"
     marker: str | None = None
-    """Instead of one of its own; empty for none."""
+    """Label in the legend instead of the line's; empty for none."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class KeptRuns:
             run_dir: where the run has left its logs.
             planned: the run.
             source: the commit that it was started from.
-            whole_seconds: of the whole command; None where nobody timed it.
+            whole_seconds: seconds of the whole command; None if it was not timed.
         """
         environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         names = {host: f"host{number}" for number, host in enumerate(dict.fromkeys(environment.get("hosts", [])))}
@@ -287,9 +287,9 @@ def vote_columns(run: Run) -> Row:
 
 
 def unlike(run: Run) -> int:
-    """Return how many of a run's first epochs are unlike those that follow, which are timed; one is left to be timed.
+    """Return the number of a run's first epochs to exclude from timing; at least one epoch is timed.
 
-    The first, in which memory and libraries come up to speed, and those in which low rank has not set in.
+    These are the first one, which initializes memory and libraries, and the epochs before low rank sets in.
     """
     steps = UNCOMPRESSED_STEPS if run.settings["compression"].startswith("powersgd") else 0
     begun = 1 + next((place for place, line in enumerate(run.metrics) if line["step"] > steps), 0)
@@ -306,7 +306,7 @@ def steady_columns(run: Run) -> Row:
 
 
 def wire_bytes_per_step(wire: Mapping[str, Mapping[str, int]], run: Run) -> float | None:
-    """Return the bytes that the busiest node sent per step after `unlike` epochs, None where nobody counted."""
+    """Return the bytes that the busiest node sent per step after `unlike` epochs, None if they were not counted."""
     sent = {int(epochs): nodes for epochs, nodes in wire.items()}
     first, last = min((epochs for epochs in sent if epochs >= unlike(run)), default=0), max(sent, default=0)
     if not 0 < first < last:
@@ -316,7 +316,7 @@ def wire_bytes_per_step(wire: Mapping[str, Mapping[str, int]], run: Run) -> floa
 
 
 def publish(path: Path, text: str) -> None:
-    """Replace a file at once, so that whoever reads it never sees half of it."""
+    """Replace a file at once, so that readers never see half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")

@@ -109,14 +109,14 @@ def finish(command: Sequence[str], variables: Mapping[str, str], *, what: str) -
     """
     code = subprocess.run(command, cwd=ROOT, env=variables, check=False, stdout=subprocess.DEVNULL).returncode
     if code != 0:
-        raise RefusedError(f"the job of {what} ended with code {code}, what it said is above; run it again to go on")
+        raise RefusedError(f"the job of {what} ended with code {code}, what it said is above; run it again to continue")
 
 
 def begins_anew(planned: PlannedRun) -> bool:
-    """Tell whether a run that was stopped begins from nothing.
+    """Return True if a stopped run must restart from scratch, with an empty cache.
 
-    Bytes are counted over a whole run, other programs cannot go on, and without checkpoints a run begins anew: with the
-    rows that it had cached before, it would look faster than it is.
+    Bytes are counted over a whole run, other programs cannot continue, and a run without checkpoints restarts: with the
+    rows that it cached before, it would be too fast.
     """
     return bool(planned.nodes or planned.program != "hvfreeze" or planned.flags.get("checkpoint_every") == "0")
 

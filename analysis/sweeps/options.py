@@ -1,4 +1,4 @@
-"""What commands take as options, checked before anything is measured; argparse tells what is wrong in one line."""
+"""Command-line options that are checked before anything is measured."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PlannedRun:
     """The common name of runs that differ only in the seed."""
     seed: int
     flags: Mapping[str, Value]
-    """Settings, without those that another way of training has; paths of data and weights are added when it starts."""
+    """Settings, without the settings of other ways of training; paths of data and weights are added when it starts."""
     ranks: int
     program: str = "hvfreeze"
     """The module that takes the flags of `hvfreeze train`."""

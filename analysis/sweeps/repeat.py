@@ -70,7 +70,7 @@ def check_site(run: PlannedRun, site: Site) -> None:
             raise UsageError(f"--repeat {run.name} wants --weights {run.flags['weights']}, which must be given")
         wanted = site.weights.with_name(str(run.flags["weights"]))
         if not wanted.is_file():
-            raise UsageError(f"--weights ({site.weights}) must lie beside {wanted.name}, which {run.name} begins with")
+            raise UsageError(f"--weights ({site.weights}) must be next to {wanted.name}, which {run.name} begins with")
     if site.data_dir is None and run.flags.get("data") not in ("digits", "text"):
         raise UsageError(f"--repeat {run.name} wants --data-dir, where its data lie ({run.flags.get('data')})")
 

@@ -1,7 +1,7 @@
-"""An experiment's rows, with what a page or a figure says of them, and the front beside them.
+"""An experiment's rows, their evaluation for pages and figures, and the front.
 
-The front is full fine-tuning trained for several numbers of epochs: what anybody can do instead of freezing. Each
-budget of epochs is a training of its own, with the learning rate's whole schedule; none is a longer one stopped early.
+The front is full fine-tuning for several numbers of epochs, the alternative to freezing. Each number of epochs is a
+separate training with its own learning-rate schedule, not a longer one stopped early.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Results:
             metrics: the other columns.
             against: what labels are compared with, where that is not the reference.
             prose: titles of columns that hold text.
-            titles: of metrics by their short name, in place of their own.
+            titles: titles of metrics by their short name, replacing the metrics' own.
         """
         chosen = [
             replace(METRICS[each], title=titles.get(each, METRICS[each].title)) if isinstance(each, str) else each

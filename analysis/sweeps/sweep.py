@@ -1,7 +1,7 @@
-"""Carries an experiment out: what is done is not done again, what was killed goes on, and results are always whole.
+"""Run an experiment: skip finished runs, continue killed ones, and keep results complete.
 
     python -m analysis.NAME --preset reduced --data-dir DIR --weights FILE
-    python -m analysis.NAME --seeds 3,4               more seeds beside those that are there
+    python -m analysis.NAME --seeds 3,4               more seeds than the finished ones
     python -m analysis.NAME --estimate                how many runs, how long
     python -m analysis.NAME --repeat RUN              a kept run once more, and whether it comes to the same
 
@@ -71,7 +71,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None, *, one_
         print(f"{experiment.name}: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{experiment.name}: interrupted; the same command goes on", file=sys.stderr)
+        print(f"{experiment.name}: interrupted; run the same command to continue", file=sys.stderr)
         return 130
 
 
@@ -123,7 +123,7 @@ def check_counts(options: argparse.Namespace, experiment: Experiment) -> None:
     """Refuse ranks and seeds that no run can have.
 
     Raises:
-        UsageError: there is no rank, or the experiment has seeds of its own.
+        UsageError: there is no rank, or the experiment has fixed seeds.
     """
     if options.ranks is not None and options.ranks < 1:
         raise UsageError(f"--ranks ({options.ranks}) must be 1 or more")
@@ -236,7 +236,7 @@ def check_weights(name: str, preset: Preset, *, root: Path) -> None:
 def make(
     planned: Sequence[PlannedRun], preset: Preset, site: Site, directory: Path, *, only: Sequence[str] | None = None
 ) -> list[str]:
-    """Make the runs that are missing; returns the names of those that failed.
+    """Make the missing runs; return the names of failed ones.
 
     Raises:
         UsageError: runs on nodes are missing, and there cannot be a local cluster; no run was begun.

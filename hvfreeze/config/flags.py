@@ -30,7 +30,8 @@ from hvfreeze.config.tree import (
 )
 from hvfreeze.data.settings import DATA_SETS, TEXT, is_table
 from hvfreeze.errors import EXIT_CODES, UsageError
-from hvfreeze.freezing.settings import AUTO
+from hvfreeze.freezing.settings import AUTO, BY_HAND
+from hvfreeze.model.settings import TINY_LM
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
@@ -53,12 +54,12 @@ EXAMPLES = """examples:
   hvfreeze train --config runs/good/config.yaml --lr 0.01 --run-dir runs/better
       another run's configuration with one change
   hvfreeze train --run-dir runs/good --resume
-      go on where a run stopped
+      continue a run that stopped
 """
 
 
 def add_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Add the flags of a command that makes a run; the help shows those that the choices in `words` have."""
+    """Add the flags of a command that makes a run. The help shows the flags of the choices in `words`."""
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML file of settings; flags override it")
@@ -90,21 +91,29 @@ def add_train(train: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 
 CHOICES = ("strategy", "freeze", "shadow", "cache", "head", "head_fit", "optimizer", "data", "augment", "cut_by")
-"""Settings on which it depends which others there are."""
+"""Settings that determine which other settings there are."""
+ASSUMED = {"augment": "views:1", "image_size": 32, "validation_fraction": 0.1, "resume": True, "run_dir": "runs/a"}
+"""Settings with which the help shows the flags that need them, as most runs may have them."""
+IMPLIED: dict[str, dict[str, Any]] = {
+    "static": {"cut": 1},
+    "kernel": {"head": "multi-level"},
+    TEXT: {"model": TINY_LM, "augment": "none"},
+}
+"""Settings that a choice needs to be valid."""
 
 
 def choices_in(words: Sequence[str]) -> dict[str, Any]:
-    """Return the choices that a command line makes, for its help; none that is not acceptable."""
-    chosen: dict[str, Any] = {"augment": "views:1"}
+    """Return the valid choices on a command line, for its help."""
+    chosen: dict[str, Any] = dict(ASSUMED)
     for name in CHOICES:
         for place, word in enumerate(words):
             flag, equals, value = word.partition("=")
             if flag == flag_of(name):
                 value = value if equals else next(iter(words[place + 1 :]), "")
-                more = {"cut": 1} if value == "static" else {"head": "multi-level"} if value == "kernel" else {}
+                changed = {**chosen, **IMPLIED.get(value, {}), name: value}
                 with suppress(UsageError):
-                    build(with_defaults({**chosen, **more, name: value}))
-                    chosen |= {**more, name: value}
+                    build(with_defaults(changed))
+                    chosen = changed
     return chosen
 
 
@@ -113,12 +122,12 @@ AUTO_EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze auto photos --weights DEFAULT
 """
 IMAGES, BUILT_IN = "imagefolder", tuple(name for name in DATA_SETS if name not in ("imagefolder", TEXT))
-NOT_OF_AUTO = ("data", "context", "freeze", "keep", "early_stop")
-"""Settings that `hvfreeze auto` chooses itself, beside those of strategies."""
+NOT_OF_AUTO = ("data", "context", "freeze")
+"""Settings that `hvfreeze auto` chooses, in addition to the settings of strategies and of `BY_HAND`."""
 
 
 def add_auto(auto: argparse.ArgumentParser) -> None:
-    """Add flags for the settings that `hvfreeze auto` does not choose itself; its help shows a few of them."""
+    """Add the flags of `hvfreeze auto`. Its help shows a few of them."""
     auto.usage = f"{auto.prog} DATA [FLAG...]"
     auto.epilog = AUTO_EXAMPLES
     auto.description = "Fine-tune a model while that pays, then fit its head."
@@ -137,18 +146,19 @@ def add_auto(auto: argparse.ArgumentParser) -> None:
 
 
 def settings_of_auto() -> tuple[str, ...]:
-    """Return the settings that `hvfreeze auto` takes, by flag with underscores."""
-    return tuple(name for name, (section, *_) in leaves().items() if section != "strategy" and name not in NOT_OF_AUTO)
+    """Return the names of the settings of `hvfreeze auto`."""
+    found = {name: leaf for name, (section, leaf, _) in leaves().items() if section != "strategy"}
+    return tuple(name for name, leaf in found.items() if name not in NOT_OF_AUTO and BY_HAND not in leaf.metadata["of"])
 
 
 class HelpAll(argparse.Action):
-    """Prints the help of all flags of a command, with their whole texts."""
+    """An action that prints the help of all flags of a command, with their whole texts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Print the help and end the program."""
+        """Print the help and exit."""
         for action in parser._actions:
             action.help = getattr(action, "whole_help", action.help)
         parser.print_help()
@@ -156,39 +166,40 @@ class HelpAll(argparse.Action):
 
 
 def first_line(kind: type) -> str:
-    """Return what a class is, as part of a sentence."""
+    """Return the first line of a class's docstring, as part of a sentence."""
     text = (kind.__doc__ or "").partition(chr(10))[0].removesuffix(".")
     return text[:1].lower() + text[1:]
 
 
 def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any, shown: Config) -> Any:
-    """Add the flag of a setting, with its text and its default in the configuration `shown`, and return its action."""
+    """Add the flag of a setting with its text and its default in the configuration `shown`; return the action."""
     flag, text = flag_of(leaf.name), leaf.metadata["help"].replace("%", "%%")
     if bool in (typing.get_args(kind) or (kind,)):
         return group.add_argument(flag, action="store_true", help=text)
     if leaf.name == "strategy":
         text += "; ".join(f" {name} ({first_line(kind)})" for name, kind in STRATEGIES.items())
     usual = getattr(getattr(shown, leaves()[leaf.name][0]), leaf.name, None)
+    usual = leaf.default if leaf.name in ASSUMED else usual
     text += "" if usual is None else f" [{usual}]"
     return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=text)
 
 
 def flag_of(leaf: str) -> str:
-    """Return the flag of a leaf."""
+    """Return the flag of a setting."""
     return "--" + leaf.replace("_", "-")
 
 
 def number_or_text(kind: Any) -> type:
-    """Return the type that a flag's text is converted to."""
+    """Return the type to which the text of a flag is converted."""
     options = typing.get_args(kind) or (kind,)
     return next(option for option in (int, float, str) if option in options)
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that stand on a command line, by flag with underscores.
+    """Return the settings on a command line by name.
 
     Raises:
-        UsageError: the data of `hvfreeze auto` are named in two ways.
+        UsageError: the data of `hvfreeze auto` are given twice.
     """
     flags = {name: value for name, value in vars(options).items() if name in leaves()}
     if options.command == AUTO:
@@ -198,10 +209,10 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def data_of(source: str, data_dir: str | None) -> dict[str, str]:
-    """Return the settings that name the data of `hvfreeze auto`: a built-in one, code, hf:PATH, a table, or a folder.
+    """Return the settings for DATA of `hvfreeze auto`: a built-in data set, code, hf:PATH, a table, or a folder.
 
     Raises:
-        UsageError: it is a built-in data set and a folder, or a folder is named twice.
+        UsageError: it is the name of a data set and of a folder, it does not exist, or a folder is given twice.
     """
     if source in BUILT_IN:
         if os.path.isdir(source):
@@ -222,7 +233,7 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the command and its arguments that ask for settings, given by flag with underscores."""
+    """Return the command and its arguments for settings by name."""
     rest, words = dict(settings), ["train"]
     if rest.get("freeze") == AUTO:
         del rest["freeze"]
@@ -234,10 +245,10 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def configuration(options: argparse.Namespace) -> Config:
-    """Return the configuration that a command's options ask for.
+    """Return the configuration for the options of a command.
 
     Raises:
-        UsageError: the file or a value is not acceptable.
+        UsageError: the file or a value is invalid.
     """
     flags, path = given(options), getattr(options, "config", None)
     if path is None:
@@ -246,29 +257,29 @@ def configuration(options: argparse.Namespace) -> Config:
         source, tree = f"--config ({path})", read_yaml(path)
         found = asked_for(tree, source=source)
         if is_of_run(tree) and not flags.get("resume"):
-            # Its directory holds that run; this is another one.
+            # This is another run, which needs a directory of its own.
             found.pop("run_dir", None)
     settings = {**found, **flags}
     if found and (path is None or is_of_run(tree)):
-        # What a run was given may belong to a choice that flags have changed.
+        # Settings of the earlier run may belong to a choice that a flag has changed.
         settings = applying(settings, source=source) | flags
     if options.command != AUTO and settings.get("freeze") == AUTO:
         words = [AUTO, *(["--config", str(path)] if path else []), *words_of(flags)[1:]]
         words = words_of(flags) if flags.get("freeze") == AUTO else words
-        raise UsageError(f"--freeze auto is a command of its own; type: hvfreeze {shlex.join(words)}")
+        raise UsageError(f"--freeze auto is a separate command; type: hvfreeze {shlex.join(words)}")
     if options.command == AUTO and not {"data", "data_dir"} & settings.keys():
         raise UsageError("DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits")
     return from_dict(settings, source=source)
 
 
 OF_A_START = ("quiet", "json")
-"""Leaves that say how a start speaks to whoever made it."""
+"""Settings for the output of one start, which a resumed run does not keep."""
 
 
 def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run that is to be resumed, which flags change; nothing where there is none.
+    """Return the settings of the run to resume, or nothing if there is none.
 
-    Nor of one whose config.yaml cannot be read: what is wrong with it is told where the run is looked at.
+    A config.yaml that cannot be read is reported later, with the run's other files.
     """
     if not (flags.get("resume") and flags.get("run_dir")):
         return {}
@@ -281,7 +292,7 @@ def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint_at(word: str, command: str) -> str:
-    """Return what may have been meant by an argument that a command does not know, or the empty string."""
+    """Return a hint for an argument that a command does not know, or the empty string."""
     known = [flag_of(leaf) for leaf in (leaves() if command == "train" else settings_of_auto())]
     renamed = {flag_of(before): flag_of(leaf) for before, leaf in RENAMED.items()}
     if word in renamed:

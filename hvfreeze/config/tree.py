@@ -1,7 +1,6 @@
-"""A configuration: the tree of all sections, as nested dicts and as a YAML file of plain values.
+"""The configuration of a run: a tree of sections, which is also a nested dict and a YAML file of plain values.
 
-It comes from a YAML file (`--config`), from command line flags that override it, or from Python. The leaves of the tree
-have unique names.
+It comes from a YAML file (`--config`), from flags that override it, or from Python. Settings have unique names.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.rules import rule, typed, types_of
 from hvfreeze.section import By, Section, given_to
 from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.strategies.settings import StrategyConfig, check_refusals
+from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.training.settings import AUTO_DEFAULTS, AUTO_RATE, OptimizerConfig, RunConfig
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 
 SOLVED = ("static", 1)
-"""Criterion and cut of a run whose head is solved: its two blocks are the features and the head."""
+"""Criterion and cut of a run that fits a head: its two blocks are the features and the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that determines a run; a part of the program receives its own section, not the tree.
+    """All settings of a run. Most functions receive one section only.
 
-    A section's flags stand under its `title` in the help.
+    The help lists the flags of a section under its `title`.
     """
 
     data: DataConfig = field(default_factory=DataConfig, metadata={"title": "data"})
@@ -48,7 +47,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig, metadata={"title": "activation cache"})
     run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
     given: frozenset[str] = field(default=None, compare=False)  # type: ignore[arg-type]
-    """The settings that were given, whatever their values; left out, those that sections were made of."""
+    """Names of the settings that were given, whatever their values; default: those passed to the sections."""
 
     def __post_init__(self) -> None:
         for name, section in sections().items():
@@ -65,13 +64,8 @@ class Config:
         data, cache, head, freeze = self.data, self.cache, self.head, self.freeze
         if cache.cache == "on" and not freeze.auto:
             wanted = "used with --augment none or views:K"
-            rule(data.cacheable(), "cache", "on", wanted, "fresh draws never come again")
+            rule(data.cacheable(), "cache", "on", wanted, "fresh views never repeat")
         self._check_text()
-        held_out = data.validation_fraction > 0
-        why = "what is chosen must be chosen on held-out samples, never on the test set"
-        with_it = "given together with --validation-fraction F, such as 0.1"
-        rule(held_out or self.run.keep == "last", "keep", self.run.keep, with_it, why)
-        rule(held_out or self.run.early_stop is None, "early-stop", self.run.early_stop, with_it, why)
         several = self.strategy.many_heads or len(self.optimizer.head_rates() or []) < 2
         rule(several, "head-lr", self.optimizer.head_lr, "one number: there is one head")
         reads_both = data.flips != "mean" or head.head == "multi-level"
@@ -82,7 +76,16 @@ class Config:
             self._check_auto()
         elif head.solved:
             self._check_solved()
-        check_refusals(self)
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        strategy, settings = self.strategy, settings_of(self)
+        accepted = dict(strategy.accepts)
+        if strategy.batch_statistics:
+            accepted["statistics"] = ("auto", "batch"), "BatchNorm that trains uses the statistics of each batch"
+        found = [(leaf, settings[leaf], settings[leaf] in values, why) for leaf, (values, why) in accepted.items()]
+        for leaf, value, fits, why in [*found, *strategy.refusals(self)]:
+            rule(fits, leaf.replace("_", "-"), value, f"left out with --strategy {strategy.strategy}: {why}")
 
     def _check_solved(self) -> None:
         solved, strategy, freeze = "with --head-fit exact or kernel", self.strategy.strategy, self.freeze
@@ -101,20 +104,22 @@ class Config:
         rule(fits, "strategy", self.strategy.strategy, f"{wanted} with --data {TEXT}")
         rule(not text or self.head.head == "last", "head", self.head.head, f"last with --data {TEXT}")
         fit = self.head.head_fit
-        rule(not (text and self.head.solved), "head-fit", fit, f"sgd with --data {TEXT}, which hvfreeze auto cannot")
+        rule(
+            not (text and self.head.solved),
+            "head-fit",
+            fit,
+            f"sgd with --data {TEXT}; hvfreeze auto cannot train on a text",
+        )
 
     def _check_auto(self) -> None:
         fit, strategy = self.head.head_fit, self.strategy.strategy
         rule(self.head.solved, "head-fit", fit, "exact or kernel in hvfreeze auto, which fits its head")
         rule(strategy == "replicas", "strategy", strategy, "replicas in hvfreeze auto")
-        keep, stop = self.run.keep, self.run.early_stop
-        rule(keep == "last", "keep", keep, "last in hvfreeze auto, which keeps what is best itself")
-        rule(stop is None, "early-stop", stop, "left out in hvfreeze auto, whose stages last as long as was planned")
 
     def resolved(self) -> Config:
-        """Return this configuration with what follows from others of its settings.
+        """Return this configuration with settings that follow from other settings.
 
-        --blocks auto is what the strategy says. A head that is fitted alone is one epoch, and every block is frozen.
+        The strategy determines --blocks auto. A run that only fits a head has one epoch and frozen blocks.
         """
         if self.model.blocks == "auto":
             model = dataclasses.replace(self.model, blocks=self.strategy.blocks)
@@ -130,7 +135,7 @@ class Config:
 
     @property
     def data_seed(self) -> int:
-        """The seed of subset, shards, order and views."""
+        """The seed of the subset, the shards, the order and the views."""
         return self.run.seed if self.data.data_seed is None else self.data.data_seed
 
 
@@ -139,15 +144,15 @@ TEXT_STRATEGIES = tuple(name for name, kind in STRATEGIES.items() if kind.reads_
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Return the class of each section by name; of the strategy, the base of all."""
+    """Return the class of each section by name; for the strategy, the base class."""
     return {name: kind for name, kind in types_of(Config).items() if name != "given"}
 
 
 @cache
 def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
-    """Return for each setting (flag with underscores) its section, its dataclass field and its type.
+    """Return the section, the dataclass field and the type of each setting, by name (the flag with underscores).
 
-    Of settings that several strategies have it is the first one's.
+    A setting of several strategies has the field of the first one.
     """
     found: dict[str, tuple[str, dataclasses.Field[Any], Any]] = {}
     kind: Any
@@ -159,7 +164,7 @@ def leaves() -> dict[str, tuple[str, dataclasses.Field[Any], Any]]:
 
 
 def owners(leaf: str) -> list[str]:
-    """Return the strategies that have a setting of their own."""
+    """Return the names of the strategies that have a setting."""
     return [name for name, kind in STRATEGIES.items() if leaf in fields_of(kind)]
 
 
@@ -179,7 +184,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def to_file(config: Config) -> dict[str, Any]:
-    """Return what config.yaml holds: settings that are known with those chosen, and the names of those given."""
+    """Return the content of config.yaml: the settings of the chosen alternatives, and the names of the given ones."""
 
     def shown(section: str, leaf: str, value: Any) -> bool:
         usual = fields_of(type(getattr(config, section)))[leaf].default
@@ -191,7 +196,7 @@ def to_file(config: Config) -> dict[str, Any]:
 
 
 def unknown_for(config: Config, leaf: str) -> str | None:
-    """Return what would have to be chosen for a setting to be known; None where it is."""
+    """Return the alternative that a setting belongs to if it is not chosen, else None."""
     if leaves()[leaf][0] == "strategy" and leaf not in fields_of(type(config.strategy)):
         return f"--strategy {' or '.join(owners(leaf))}"
     found = fields_of(type(getattr(config, leaves()[leaf][0])))[leaf]
@@ -200,7 +205,7 @@ def unknown_for(config: Config, leaf: str) -> str | None:
 
 
 def check_known(config: Config, given: Iterable[str]) -> None:
-    """Raise UsageError where a setting was given that belongs to an alternative that was not chosen."""
+    """Raise UsageError if a given setting belongs to an alternative that was not chosen."""
     for leaf in sorted(given):
         wanted = unknown_for(config, leaf)
         if wanted is not None:
@@ -209,13 +214,13 @@ def check_known(config: Config, given: Iterable[str]) -> None:
 
 
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
-    """Build a Config from nested dicts; a flat dict of flag names is accepted too.
+    """Build a Config from nested dicts, or from a flat dict by names of flags.
 
-    What is not given has its default, with some strategies and in hvfreeze auto the one for that.
+    Other settings have their defaults, some of which depend on the strategy, the model and `hvfreeze auto`.
 
     Raises:
-        UsageError: an unknown key, a wrong type, a value out of its range, or a setting of an alternative that was not
-            chosen; the message names `source`.
+        UsageError: a key is unknown, a value has the wrong type or is out of bounds, or a setting belongs to an
+            alternative that was not chosen. The message names `source`.
     """
     found, whole = flat(tree, source=source), is_of_run(tree)
     if whole:
@@ -227,7 +232,7 @@ def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Conf
 
 
 def build(found: Mapping[str, Any], *, given: frozenset[str] = frozenset(), source: str = "configuration") -> Config:
-    """Return the configuration of settings by name; those of other strategies are left out."""
+    """Return the configuration of settings by name, without settings of other strategies."""
     kinds: dict[str, Any] = {**sections(), "strategy": strategy_of(found)}
     made: dict[str, Any] = {section: {} for section in kinds}
     for leaf, value in found.items():
@@ -238,25 +243,25 @@ def build(found: Mapping[str, Any], *, given: frozenset[str] = frozenset(), sour
 
 
 def strategy_of(found: Mapping[str, Any]) -> type[StrategyConfig]:
-    """Return the class of the settings of the strategy that is chosen."""
+    """Return the class of the settings of the chosen strategy."""
     name = found.get("strategy", "replicas")
     rule(str(name) in STRATEGIES, "strategy", name, "one of " + ", ".join(STRATEGIES))
     return STRATEGIES[name]
 
 
 def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the defaults that their strategy, model, or hvfreeze auto has for those that are not given.
+    """Return settings with the defaults that depend on the strategy, the model and `hvfreeze auto`.
 
-    The rate is AdamW's, and left to others; who gives a rate and no optimizer has AdamW.
+    A learning rate without an optimizer means AdamW in `hvfreeze auto`.
     """
     usual = dict(strategy_of(found).defaults)
     if str(found.get("model")).startswith(HF):
-        # A folder of Hugging Face has the weights beside the model.
+        # A folder of Hugging Face contains the weights.
         usual["weights"] = "DEFAULT"
     if found.get("freeze") == AUTO:
         usual |= AUTO_DEFAULTS
         if found.get("head") == "last":
-            # The model's own last layer can be fitted, but not compare rows.
+            # The model's last layer can be fitted, but is not a kernel head.
             usual["head_fit"] = "exact"
         if "lr" in found or "head_lr" in found:
             usual["optimizer"] = "adamw"
@@ -266,14 +271,14 @@ def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_of_run(tree: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration file is a run's: they write every section, and in others every leaf is meant."""
+    """Return True if a run wrote this configuration, with all sections; otherwise every setting in it was given."""
     return set(sections()) <= set(tree)
 
 
 def given_in(tree: Mapping[str, Any], found: Mapping[str, Any], *, source: str) -> frozenset[str]:
-    """Return the settings that were given to the run that wrote a file.
+    """Return the names of the settings that were given to the run that wrote a file.
 
-    An earlier version did not write them: there they are those that differ from the defaults of such a run.
+    An earlier version did not write them: there, settings were given if they differ from the defaults of such a run.
     """
     if "given" in tree:
         given = tree["given"]
@@ -297,10 +302,10 @@ def given_in(tree: Mapping[str, Any], found: Mapping[str, Any], *, source: str) 
 
 
 def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return the settings of a configuration file by name, of a run's config.yaml those that were given to the run.
+    """Return the settings of a configuration file by name; of the config.yaml of a run, only the given ones.
 
-    They make the same run, and where one of them is changed, what follows from it is worked out again. What a run
-    learns stays, also where its strategy has data and a model of its own: runs of several strategies are compared.
+    They make the same run, and settings that follow from a changed one are recomputed. The data and the model stay,
+    even if the strategy has other defaults for them.
     """
     found = flat(tree, source=source)
     if not is_of_run(tree):
@@ -310,7 +315,7 @@ def asked_for(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def applying(settings: Mapping[str, Any], *, source: str = "configuration") -> dict[str, Any]:
-    """Return settings without those that belong to alternatives that they do not choose.
+    """Return settings without those of alternatives that are not chosen.
 
     Raises:
         UsageError: as `from_dict`.
@@ -321,7 +326,7 @@ def applying(settings: Mapping[str, Any], *, source: str = "configuration") -> d
 
 
 def defaults_of(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the defaults of all settings that the sections of a file may lack."""
+    """Return the defaults of all settings, for a file that lacks some of them."""
     strategy = STRATEGIES.get(str(tree.get("strategy", {}).get("strategy")), STRATEGIES["replicas"])
     optimizer = tree.get("optimizer", {}).get("optimizer")
     named = {"optimizer": optimizer} if optimizer in ("adamw", "lars", AUTO) else {}
@@ -334,10 +339,10 @@ def defaults_of(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return the leaves of a configuration by name, their values as they are.
+    """Return the settings of a configuration by name, with unchecked values.
 
     Raises:
-        UsageError: an unknown section or key, a key in another section than its own, or one that is given twice.
+        UsageError: a section or key is unknown, in the wrong section, or given twice.
     """
     known = leaves()
     found: dict[str, Any] = {}
@@ -357,15 +362,15 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 RENAMED = {"mirror": "flips", "tensorboard": "track"}
-"""Settings of earlier versions by what they are called now."""
+"""Names of settings in earlier versions, and their present names."""
 WAS_TRUE = {"track": {True: "tensorboard", False: "none"}}
-"""Values of settings that were booleans in earlier versions."""
+"""Present values of settings that were booleans in earlier versions."""
 
 
 def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a file of any version under their present names, in their present sections.
 
-    Files of runs hold null for some defaults, and those of earlier versions the settings of every strategy.
+    Files of runs have null for some defaults; in earlier versions they have the settings of all strategies.
     """
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     if is_of_run(tree):
@@ -383,10 +388,10 @@ def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file without building anything but plain values.
+    """Read a configuration file of plain values.
 
     Raises:
-        UsageError: the file cannot be read, is no plain YAML, or is no mapping.
+        UsageError: the file cannot be read, is not plain YAML, or is not a mapping.
     """
     try:
         with path.open("rb") as file:

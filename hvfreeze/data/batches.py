@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvfreeze.data.data_sets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
-from hvfreeze.data.images import all_loaded, listed
+from hvfreeze.data.images import listed, load_all
 from hvfreeze.data.settings import DataConfig, parse_recipe
 from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.text import TextSource
@@ -247,7 +247,7 @@ class TrainFeed:
         return chosen
 
 
-def grouped(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
+def group_batches(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
     """Return the batches in groups of `size`, in order; the last group may be smaller."""
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
 
@@ -329,7 +329,7 @@ def open_feeds(
         return Images(pixels, transform, image_set.labels)
 
     augment = augment_of(data, fits_head=fits_head, mirrors=mirrors)
-    train, evaluated = all_loaded(
+    train, evaluated = load_all(
         partial(load, corpus.train, corpus.plan.shards[replica], augment, pools[0]),
         partial(load, corpus.evaluated, corpus.share(replica), parse_augment("none"), pools[1]),
     )

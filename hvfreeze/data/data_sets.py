@@ -214,8 +214,8 @@ def list_data(name: str, directory: str | os.PathLike[str] | None, columns: Colu
     if name not in _STATISTICS or name == "digits" or (name in ARCHIVES and is_folder(root / ARCHIVES[name].folder)):
         return None
     if not is_folder(root):
-        way_out = "--data-dir" if directory is not None else "--data-dir or $HVFREEZE_DATA"
-        raise RefusedError(f"data folder {root} {absence_of(root)}; name one with {way_out}")
+        way_out = "" if directory is not None else " with --data-dir or $HVFREEZE_DATA"
+        raise RefusedError(f"data folder {root} {absence_of(root)}; name an existing folder of images{way_out}")
     if name in ARCHIVES and not splits_in(root):
         raise RefusedError(
             f"{root} holds neither {ARCHIVES[name].folder}/ nor train/ and test/; name the folder that does with "

@@ -105,7 +105,7 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
     found, notes = load(name), list[str]()
     splits = splits_of(found)
     if "train" not in splits:
-        raise RefusedError(f"--data ({name}) has no training split: its splits are {', '.join(found)}")
+        raise RefusedError(f"--data ({name}) has no training split, only {', '.join(found)}; name one train")
     tested = next((split for split in ("test", "val") if split in splits), None)
     train = rows_of(name, splits["train"], found[splits["train"]], columns)
     labels = labels_of(train, found[splits["train"]], columns)

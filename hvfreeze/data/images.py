@@ -62,7 +62,7 @@ def listed(reasons: Sequence[str]) -> str:
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
-def all_loaded(*loads: Callable[[], T]) -> list[T]:
+def load_all(*loads: Callable[[], T]) -> list[T]:
     """Call each load and return the results.
 
     Raises:

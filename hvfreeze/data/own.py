@@ -64,7 +64,7 @@ class DatasetSource:
             UsageError: the image has another size than the others, without --image-size.
         """
         with self._lock:
-            rgb = picture(self.name, self.dataset, row, reading=self.reading)
+            rgb = read_image(self.name, self.dataset, row, reading=self.reading)
         place = f"--data ({self.name}): sample {row}"
         return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, reading=self.reading, place=place)
 
@@ -218,7 +218,7 @@ def look(
     refusal: RefusedError | None = None
     for row in probes(dataset):
         try:
-            rgb = picture(name, dataset, row, reading=reading, special=special)
+            rgb = read_image(name, dataset, row, reading=reading, special=special)
             sizes.setdefault((rgb.height, rgb.width), f"sample {row}")
             counts[rgb.height, rgb.width] += 1
         except RefusedError as error:
@@ -338,7 +338,7 @@ LABEL_KEYS = ("label", "labels", "target", "class", "class_id", "y")
 """Keys of samples that are dictionaries."""
 
 
-def picture(
+def read_image(
     name: str, dataset: Any, row: int, *, reading: Reading = USUAL, special: Counter[str] | None = None
 ) -> Image.Image:
     """Return a sample's image in RGB, and count special conversions in `special`.

@@ -140,6 +140,7 @@ COLUMNS = Alternative(
 FILES = Alternative("another --data than digits", lambda config: config.data.data != "digits")
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 SIZED = Alternative("--image-size PIXELS", lambda config: config.data.image_size is not None)
+HELD_OUT = Alternative("--validation-fraction F, such as 0.1", lambda config: config.data.validation_fraction > 0)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
 Partition = Annotated[str, reads(parse_dirichlet)]
 Sizes = Annotated[str, reads(check_shard_sizes)]

@@ -40,7 +40,7 @@ def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tu
     except FileNotFoundError:
         return "", f"{command[0]} is not on the PATH"
     except subprocess.TimeoutExpired:
-        return "", f"no answer within {timeout_seconds:.0f} s"
+        return "", f"no answer within {timeout_seconds:.0f} s; if the machine is busy, try again"
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"

@@ -54,7 +54,8 @@ def table(checks: Sequence[CheckResult], *, about: str = "This machine is") -> s
     verdicts = [check.verdict for check in checks]
     fine, notes, problems = (verdicts.count(verdict) for verdict in ("OK", "note", "PROBLEM"))
     usable = "NOT usable" if problems else "usable"
-    return "\n".join([*lines, f"{about} {usable}: {fine} OK, {notes} notes, {problems} problems."])
+    counted = f"{fine} OK, {plural(notes, 'note')}, {plural(problems, 'problem')}"
+    return "\n".join([*lines, f"{about} {usable}: {counted}."])
 
 
 def check_python(version: tuple[int, ...], *, executable: str) -> CheckResult:

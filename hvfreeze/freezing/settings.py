@@ -46,6 +46,7 @@ SEEN = Alternative(
     lambda config: NORMS.holds(config) or (VOTED.holds(config) and config.freeze.vote_weight == "snr"),
 )
 OF_AUTO = Alternative("hvfreeze auto", lambda config: config.freeze.auto)
+BY_HAND = Alternative("hvfreeze train", lambda config: not config.freeze.auto)
 
 Bound = Annotated[float, Must(lambda number: number > 0, "a positive number (inf for no bound)")]
 Shadows = Annotated[str, reads(partial(parse_parts, "shadow", choices=CRITERIA))]

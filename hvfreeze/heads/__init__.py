@@ -1,1 +1,1 @@
-"""Heads that are solved instead of trained: features of a frozen chain, and the convex problem over all ranks."""
+"""Fitted heads: features of a frozen model, and ridge or logistic regression on them over all ranks."""

@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients for many right sides at once."""
+"""Preconditioned conjugate gradients for several right-hand sides at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class Solved(NamedTuple):
-    """Where the solver ended."""
+    """The result of the solver."""
 
     vectors: Tensor
-    """X, (N, C) float64."""
+    """Approximate X, (N, C) float64."""
     residual: Tensor
-    """B - A X, (N, C) float64."""
+    """Residual B - A X, (N, C) float64."""
     steps: int
     error: float
-    """About the largest distance of a column from its solution, as a share of it, in the norm of A."""
+    """Estimated largest relative error of a column, in the norm of A."""
 
 
 def solve(
@@ -30,19 +30,19 @@ def solve(
     most_steps: int,
     report: Callable[[float, float], None],
 ) -> Solved:
-    """Return X with A X = B, for A symmetric and positive; each column is solved by itself.
+    """Return X with A X = B, for A symmetric and positive definite; columns are independent.
 
     Args:
-        product: returns A V for V, (N, C) float64; A may be another one for each column.
+        product: returns A V for V, (N, C) float64; A may differ between columns.
         right: B, (N, C) float64.
-        inverse: returns about A^-1 V; symmetric and positive too.
-        tolerance: for `Solved.error`, which is measured with `inverse` in place of A^-1.
-        most_steps: of the solver.
-        report: takes the error so far and the tolerance, before each product.
+        inverse: the preconditioner, returns about A^-1 V; also symmetric and positive definite.
+        tolerance: limit of `Solved.error`, which uses `inverse` instead of A^-1.
+        most_steps: limit of the iterations.
+        report: called with the current error and the tolerance before each product.
     """
 
     def ratio(above: Tensor, below: Tensor) -> Tensor:
-        # 0 where a column is solved and nothing is left to divide by.
+        # 0 for a converged column, without a division by 0.
         return torch.where(below > 0, above / below, 0.0)
 
     found, residual, steps = torch.zeros_like(right), right.clone(), 0

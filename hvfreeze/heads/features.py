@@ -1,7 +1,7 @@
-"""Features that a head is solved on: every block's output, pooled, or what the model's own last layer takes.
+"""Features for fitting a head: the pooled outputs of all blocks, or the input of the model's own last layer.
 
-Earlier blocks keep what the last one threw away: Evci et al., "Head2Toe: Utilizing Intermediate Representations for
-Better Transfer Learning" (ICML 2022).
+Earlier blocks retain information that the last one discards: Evci et al., "Head2Toe: Utilizing Intermediate
+Representations for Better Transfer Learning" (ICML 2022).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvfreeze.model.steps import Call
 
 
 class EveryBlock:
-    """Every block's output but the head's: maps pooled to at most `pool` x `pool` cells, tokens to their mean."""
+    """The outputs of all blocks but the head: maps pooled to at most `pool` x `pool` cells, tokens to their mean."""
 
     def __init__(self, chain: Chain, *, pool: int, turned: bool) -> None:
         """Take a chain of at least two blocks, `pool`, at least 1, and whether its maps have their channels last."""
@@ -30,7 +30,7 @@ class EveryBlock:
         self._channels_last = turned
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
+        """Return the concatenated features of the blocks, in forward order, (B, D) float32, for images (B, ...)."""
         parts = []
         for block in self._blocks:
             images = block(images)
@@ -40,17 +40,18 @@ class EveryBlock:
 
 
 class EveryBlockInItsLayout:
-    """As `EveryBlock`, for blocks of several layouts, and for tokens that are not averaged.
+    """The outputs of all blocks but the head, for several layouts and for tokens that are not averaged.
 
-    A class of its own: rows of a cache are filed under the code that made them, and those of `EveryBlock` stay.
+    This is separate from `EveryBlock`, because cached rows are keyed by the code that computed them.
     """
 
     def __init__(
         self, chain: Chain, *, pool: int, turned: Sequence[bool], tokens: str = "mean", sides: tuple[int, ...] = ()
     ) -> None:
-        """Take for each block but the last whether its output's last side belongs in the second place.
+        """Take for each block but the last whether its output's last dimension belongs in the second place.
 
-        Tokens (B, T, D) are read as `tokens`, one of `heads.settings.TOKENS`, says; `sides` are the images', (H, W).
+        `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D); `sides` are the sides of images, (H,
+        W).
         """
         self._blocks = chain.blocks[:-1]
         self._pool = pool
@@ -59,7 +60,7 @@ class EveryBlockInItsLayout:
         self._sides = sides
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the blocks' features side by side, in forward order, (B, D) float32, for images (B, ...)."""
+        """Return the concatenated features of the blocks, in forward order, (B, D) float32, for images (B, ...)."""
         parts = []
         for number, block in enumerate(self._blocks):
             images = block(images)
@@ -74,10 +75,10 @@ class EveryBlockInItsLayout:
 
 
 class MeanWithMirrorImage:
-    """The mean of the features of an image and of its mirror image, which then has the same: two passes."""
+    """The mean of the features of an image and its horizontal flip, in two forward passes."""
 
     def __init__(self, read: EveryBlock | EveryBlockInItsLayout) -> None:
-        """Take what makes features of images."""
+        """Take the function from images to features."""
         self._read = read
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -88,19 +89,21 @@ class MeanWithMirrorImage:
 def every_block(
     chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean"
 ) -> EveryBlock | EveryBlockInItsLayout:
-    """Return what makes features of every block but the last; of `example`, (B, ...), only the shape counts.
+    """Return the function from images to the features of all blocks but the last; `example`, (B, ...), gives the shape.
 
-    `tokens`, one of `heads.settings.TOKENS`, says what is read of tokens (B, T, D).
+    `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D).
 
     Raises:
-        UsageError: there is no block before the head, `pool` is below 1, or a block's maps cannot be understood.
+        UsageError: there is no block before the head, `pool` is below 1, or a block's layout is ambiguous.
     """
     if len(chain.blocks) < 2:
         raise UsageError(
-            f"head (multi-level): {type(chain.model).__name__} has one block only, its head; name finer --blocks"
+            f"head (multi-level): {type(chain.model).__name__} has only one block, its head; use finer --blocks"
         )
     if pool < 1:
-        raise UsageError(f"pool ({pool}) must be at least 1: cells a side that each block's map is averaged to")
+        raise UsageError(
+            f"pool ({pool}) must be at least 1, the number of cells per side that a block's map is averaged to"
+        )
     stops = range(1, len(chain.blocks))
     turned, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
     if any(swapped) or len({known for known in turned if known is not None}) > 1 or tokens != "mean":
@@ -112,7 +115,7 @@ def every_block(
 
 
 def part_of(read: EveryBlock | EveryBlockInItsLayout, number: int, output: Tensor) -> Tensor:
-    """Return the features, (B, K) float32, that `read` takes of the output of block `number`."""
+    """Return the features of the output of block `number` by `read`, (B, K) float32."""
     if isinstance(read, EveryBlockInItsLayout):
         return read.part(number, output)
     return pooled(output.permute(0, 3, 1, 2) if read._channels_last and output.dim() == 4 else output, read._pool)
@@ -122,12 +125,12 @@ def read_tokens(output: Tensor, tokens: str, *, pool: int, sides: tuple[int, ...
     """Return the class token, (B, D), of tokens (B, T, D), or patches averaged to at most `pool` cells a side, (B, K).
 
     Raises:
-        UsageError: there is no class token, or the patches are no grid in an image with these sides, (H, W).
+        UsageError: there is no class token, or the patches do not form a grid for images of these sides, (H, W).
     """
     found = grid_of(output.shape[1], sides)
     if found is None or (tokens == "class" and found[0] == 0):
         what = "class token" if tokens == "class" else "grid of patches"
-        raise UsageError(f"--tokens ({tokens}): among {output.shape[1]} tokens there is no {what}; pass --tokens mean")
+        raise UsageError(f"--tokens ({tokens}): the {output.shape[1]} tokens have no {what}; use --tokens mean")
     before, rows, columns = found
     if tokens == "class":
         return output[:, 0].float()
@@ -135,13 +138,13 @@ def read_tokens(output: Tensor, tokens: str, *, pool: int, sides: tuple[int, ...
 
 
 MOST_BEFORE = 8
-"""Tokens before the patches: the class token, registers."""
+"""Largest number of tokens before the patches: class token and registers."""
 
 
 def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Return how many of so many tokens are no patches, and the rows and columns of those of an image (H, W).
+    """Return the number of tokens that are not patches, and the rows and columns of the patches of an image (H, W).
 
-    None where the patches cannot be a grid of its proportions.
+    None if the patches do not form a grid of its proportions.
     """
     height, width = sides
     for before in range(min(MOST_BEFORE, tokens - 1) + 1):
@@ -153,7 +156,7 @@ def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
 
 
 def token_forms(chain: Chain, *, example: Tensor) -> tuple[str, ...]:
-    """Return those of `heads.settings.TOKENS` that blocks' tokens can be read as; none where no block gives tokens."""
+    """Return the forms of `heads.settings.TOKENS` that fit the tokens of the blocks; empty if no block has tokens."""
     if example.dim() != 4:
         return ()
     shapes = shapes_of(chain, range(1, len(chain.blocks)), example[:1])
@@ -171,10 +174,10 @@ def pooled(output: Tensor, pool: int) -> Tensor:
     """Return a block's `output` as (B, K) float32.
 
     A map, (B, C, H, W), is averaged to at most `pool` cells a side, then flattened; tokens, (B, T, D), are averaged;
-    vectors stay.
+    vectors are unchanged.
 
     Raises:
-        UsageError: the output is none of these.
+        UsageError: the output has another shape.
     """
     if output.dim() == 4:
         height, width = (min(side, pool) for side in output.shape[2:])
@@ -186,8 +189,8 @@ def pooled(output: Tensor, pool: int) -> Tensor:
     if output.dim() == 2:
         return output.float()
     raise UsageError(
-        f"head (multi-level): a block gives a tensor of shape {tuple(output.shape)}; features are made of maps "
-        "(B, C, H, W), tokens (B, T, D) and vectors (B, D): name other --blocks"
+        f"head (multi-level): a block returns a tensor of shape {tuple(output.shape)}, and features "
+        f"need maps (B, C, H, W), tokens (B, T, D) or vectors (B, D); use other --blocks"
     )
 
 
@@ -195,7 +198,7 @@ def before_last_layer(chain: Chain) -> tuple[tuple[Call, ...], nn.Linear]:
     """Return the steps of the head block without its last layer, and that layer.
 
     Raises:
-        UsageError: the model does not end in a linear layer with a bias, by itself or in an nn.Sequential.
+        UsageError: the model does not end in a linear layer with a bias, alone or in an nn.Sequential.
     """
     steps = chain.blocks[-1].steps
     while isinstance(steps[-1], nn.Sequential) and type(steps[-1]).forward is nn.Sequential.forward:
@@ -204,7 +207,7 @@ def before_last_layer(chain: Chain) -> tuple[tuple[Call, ...], nn.Linear]:
     # A subclass may compute something else.
     if type(layer) is not nn.Linear or layer.bias is None:
         raise UsageError(
-            f"head-fit (exact): {type(chain.model).__name__} does not end in a linear layer with a bias, which could "
-            "be solved; pass --head multi-level, whose head is one"
+            f"head-fit (exact): {type(chain.model).__name__} does not end in a linear layer with a "
+            f"bias, which could be fitted; use --head multi-level"
         )
     return steps[:-1], layer

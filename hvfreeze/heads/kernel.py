@@ -1,4 +1,4 @@
-"""Kernel ridge regression over all ranks: features stay where they are, their projections go to all.
+"""Kernel ridge regression over all ranks: features stay on their ranks, projected features are gathered.
 
     fit = fit_kernel(rows, task=Classes(10), world=world, memory_bytes=2**30)
     take(layer, fit)
@@ -8,10 +8,10 @@ targets,
 
     (K + penalty W^-1) A = Y
 
-has one solution, that of scikit-learn's KernelRidge; it depends on no learning rate and no order. Few rows are solved
-in closed form, see `leave_one_out`. Otherwise some rows choose the penalty in that way, and conjugate gradients, see
-`preconditioners`, fit all rows: with weights for all of them, or where they are many for some of them, the centres.
-Held-out rows judge a fit to all others, which travels in the same products, and calibrate the answers.
+determines A uniquely, as in scikit-learn's KernelRidge. Few rows are fitted in closed form, see `leave_one_out`.
+For more rows, a subset chooses the penalty in closed form, and conjugate gradients, see `preconditioners`, fit all
+rows: with weights for all rows or, if there are many, for a subset of them, the centres. Held-out rows evaluate a fit
+to all others, which uses the same products, and calibrate the outputs.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.tasks import Calibration, Task
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
-"""On CIFAR-10 the best of these is within 3 % of the least held-out loss, with 1,000 to 50,000 images."""
+"""Candidate penalties. For 1,000 to 50,000 images of CIFAR-10 the best is within 3 % of the least held-out loss."""
 TOLERANCE = 0.05
-"""For `conjugate_gradients.Solved.error`: with 5,000 and 20,000 images of CIFAR-10, 0.01 gives the same accuracy to
-0.01 points in 1.5 times the steps; 0.1 costs 0.1 to 0.2 points."""
+"""Limit of `conjugate_gradients.Solved.error`. With 5,000 and 20,000 images of CIFAR-10, 0.01 changes the accuracy by
+at most 0.01 points and takes 1.5 times the steps; 0.1 costs 0.1 to 0.2 points."""
 FEW = 1_500
-"""Rows that are fitted in closed form, in under a second on one core, and of more rows the part that chooses the
-penalty."""
+"""Number of rows that are fitted in closed form, in under a second on one core; of more rows, the size of the subset
+that chooses the penalty."""
 ALL_COMPARED, CENTRES = 50_000, 10_000
-"""Rows up to which all are centres, and the centres of more rows: with fewer, accuracy is lost faster than time."""
+"""Number of rows up to which all are centres, and the number of centres for more rows: with fewer centres, accuracy is
+lost faster than time is gained."""
 SAMPLED = 8
-"""Rows for each centre in the preconditioner of centres: the error then falls to about a third in a step."""
+"""Rows per centre in the preconditioner; each step then reduces the error to about a third."""
 
 
 class KernelHead(nn.Module):
-    """Features, (B, D), to logits, (B, C): over all centres z, exp(-|P x + p - z|^2) times its weight for the output.
+    """A kernel head from features, (B, D), to logits, (B, C): the sum over centres z of weight exp(-|P x + p - z|^2).
 
     `projection` P is (K, D), K = min(D, `MOST_COMPONENTS`), with standardisation and bandwidth folded in; `shift` p is
     (K,), `centres` (N, K), training rows of all ranks, all or some, and `weight` (C, N); all float32.
@@ -64,7 +65,7 @@ class KernelHead(nn.Module):
     centres: Tensor
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        """Take D and C, and whether logits have a bias, (C,); until the head is fitted, all logits are 0."""
+        """Take D and C, and whether logits have a bias, (C,). Before the fit all logits are 0."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         width = min(in_features, MOST_COMPONENTS)
@@ -75,13 +76,13 @@ class KernelHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def hold(self, rows: int) -> None:
-        """Make room for `rows` centres, to be filled."""
+        """Allocate `rows` centres."""
         self.centres = self.centres.new_zeros(rows, self.centres.shape[1])
         self.weight.data = self.weight.new_zeros(self.out_features, rows)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits, float32."""
-        # Distances are small differences of large products: bfloat16 would leave nothing of them.
+        # Distances are small differences of large products and would be lost in bfloat16.
         with torch.autocast("cpu", enabled=False):
             projected = functional.linear(features.float(), self.projection, self.shift)
             return functional.linear(gaussian(projected, self.centres), self.weight, self.bias)
@@ -95,29 +96,29 @@ class KernelHead(nn.Module):
 
 @dataclass(frozen=True)
 class KernelFit(Solution):
-    """A fitted head, equal on all ranks bit for bit but for `answers`, `labels` and `used`.
+    """A fitted head, bitwise equal on all ranks, except `answers`, `labels` and `used`.
 
-    See `KernelHead` for what is not described here.
+    See `KernelHead` for the other attributes.
     """
 
     answers: Tensor
-    """The logits of this rank's own rows that were fitted, in their order, (B, C) float32."""
+    """Logits of this rank's fitted rows, in their order, (B, C) float32."""
     labels: Tensor
-    """Of these rows, as `rows.RowInfo` has them."""
+    """Labels of these rows, in the form of `rows.RowInfo`."""
     used: Tensor
-    """(rows,) bool, which of this rank's rows, in their order, were fitted."""
+    """Mask of this rank's rows that were fitted, (rows,) bool."""
     projection: Tensor
     shift: Tensor
     centres: Tensor
     weight: Tensor
     bias: Tensor
-    """(C,) float32."""
+    """Bias of the logits, (C,) float32."""
 
 
 def centres_for(rows: int, asked: int | None) -> int:
-    """Return how many of so many rows are centres: `asked`, all, or `CENTRES` where there are very many rows.
+    """Return the number of centres: `asked`, else all rows, or `CENTRES` for very many rows.
 
-    It depends on no clock and no memory, so that runs repeat.
+    It does not depend on time or memory, so that runs are reproducible.
     """
     if asked is None:
         asked = rows if rows <= ALL_COMPARED else CENTRES
@@ -139,25 +140,25 @@ def fit_kernel(
     read: Callable[[int], bool] = lambda rows: False,
     watch: Callable[[str], bool] = lambda note: False,
 ) -> KernelFit | None:
-    """Return the head that solves kernel ridge regression on the rows of all ranks, equal on all of them. Collective.
+    """Fit kernel ridge regression to the rows of all ranks; the head is equal on all of them. Collective.
 
-    None where some rank wants to stop before.
+    None if a rank stops the fit.
 
     Args:
         rows: this rank's rows; there may be none.
-        task: what the head answers.
+        task: task of the head.
         world: the ranks.
-        memory_bytes: for the solver's vectors, and for as many of this rank's kernel values as fit beside them; the
-            others are recomputed for each product.
-        penalties: above 0; with one, nothing is chosen.
-        tolerance: of conjugate gradients, see `conjugate_gradients.solve`.
-        most_steps: of conjugate gradients; `KernelFit.converged` tells whether they sufficed.
-        centres: rows that all rows are compared with; None chooses, see `centres_for`.
-        components: of the features, at most.
-        trained: whether the network was trained on the rows that are not held out, whose features know their labels:
-            then only held-out rows choose, also of few.
-        read: called with how many of this rank's rows have their features, as they come; true on some rank ends it all.
-        watch: called with the progress, often; true on some rank ends the fit.
+        memory_bytes: memory for the solver's vectors and for cached kernel values; the others are recomputed for each
+            product.
+        penalties: candidates above 0; a single one is used as given.
+        tolerance: tolerance of conjugate gradients, see `conjugate_gradients.solve`.
+        most_steps: limit of conjugate gradients; `KernelFit.converged` is False if it was reached.
+        centres: number of centres; None chooses, see `centres_for`.
+        components: largest number of components of the features.
+        trained: whether the network was trained on the rows that are not held out. Their features then depend on their
+            labels, so only held-out rows choose the penalty, even if rows are few.
+        read: called with the number of this rank's rows with features; True on any rank stops the fit.
+        watch: called often with the progress; True on any rank stops the fit.
 
     Raises:
         UsageError: several penalties and no held-out rows, penalties that are not above 0, or no rows.
@@ -165,11 +166,11 @@ def fit_kernel(
     """
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
-        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
+        raise UsageError(f"penalties ({values}) must be at least one number, all different and above 0")
     mine = project_rows(rows, components=components, world=world, stop=read, no_labels=task.no_labels)
     if mine is None:
         return None
-    # Rows are read no more, and the memory that they take is the Gram matrix's to have.
+    # Rows are not read again, so the Gram matrix can use their memory.
     rows.forget()
     everyone = gather_info(mine.info, world=world)
     check_choice(int(everyone.held_out.sum()), len(values))
@@ -178,7 +179,7 @@ def fit_kernel(
     if few is None:
         return None
     count = centres_for(len(everyone.samples), centres)
-    # What features have taken lies in pieces between what is in use, which kernel values do not fill.
+    # The freed memory of features is fragmented, and kernel values do not fit it.
     give_back()
     total = len(everyone.samples)
     fitted: Fitted | None
@@ -190,7 +191,7 @@ def fit_kernel(
         fitted = problem.fit_few(few)
     if fitted is None:
         return None
-    # A judge's own trial takes the place of the part's.
+    # The trial on held-out rows replaces that of the subset.
     trials = tuple(
         fitted.trial if fitted.trial and fitted.trial.penalty == trial.penalty else trial for trial in few.trials
     )
@@ -218,19 +219,19 @@ def fit_kernel(
 
 
 class Fitted(NamedTuple):
-    """A head that was found."""
+    """The raw result of a fit."""
 
     centres: Tensor
-    """(M, K)."""
+    """Centres, (M, K)."""
     weight: Tensor
-    """(C, M) float32."""
+    """Weights of the centres, (C, M) float32."""
     bias: Tensor
-    """(C,) float32."""
+    """Bias of the logits, (C,) float32."""
     answers: Tensor
-    """(B, C) float32, the logits of this rank's own rows."""
+    """Logits of this rank's rows, (B, C) float32."""
     loss: float
     trial: PenaltyTrial | None
-    """What held-out rows say of a fit to all others; None where there is none."""
+    """Held-out result of a fit to all other rows; None without held-out rows."""
     steps: int = 0
     error: float = 0.0
     passes: int = 0
@@ -238,24 +239,24 @@ class Fitted(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What rank 0 found."""
+    """The solver's result on rank 0."""
 
     weights: Tensor
-    """A, (M, C) float32, uncalibrated."""
+    """Weights A without calibration, (M, C) float32."""
     answers: Tensor
-    """K A of all rows, (N, C) float32, or of this rank's."""
+    """Raw outputs K A of all rows, (N, C) float32, or of this rank's."""
     held_out: Tensor | None
-    """(H, C) float32, answers to the held-out rows of a fit to all others."""
+    """Raw outputs for the held-out rows of a fit to all others, (H, C) float32."""
     steps: int
     error: float
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows that a head is fitted to, and how. All methods are collectives."""
+    """A kernel ridge regression problem: rows, task and solver settings. All methods are collectives."""
 
     projected: Tensor
-    """(B, K), this rank's own."""
+    """Projected features of this rank's rows, (B, K)."""
     rows: AllRows
     task: Task
     tolerance: float
@@ -265,7 +266,7 @@ class Problem:
     world: World
 
     def choose(self, penalties: Sequence[float], *, trained: bool) -> ClosedForm | None:
-        """Return the fit to few rows that chooses the penalty, None where some rank wants to stop."""
+        """Return the closed-form fit that chooses the penalty; None if a rank stops it."""
         wants = torch.tensor([int(self.watch("leave-one-out"))], dtype=torch.int32)
         if self.world.allreduce_sum(wants, name="head.stop").item():
             return None
@@ -282,13 +283,13 @@ class Problem:
         return found
 
     def fit_few(self, found: ClosedForm) -> Fitted:
-        """Return the fit to few rows, which are all."""
+        """Return the closed-form fit to all rows, which are few."""
         everything = torch.ones_like(self.rows.held_out)
         centres = gather_projected(self.projected, self.rows, everything, world=self.world)
         return self._finished(centres, found.weights, found.answers[self.rows.own], found.calibration, None)
 
     def fit_all(self, chosen: ClosedForm) -> Fitted | None:
-        """Return the head in which all rows are centres, None where some rank stops it."""
+        """Return the fit with all rows as centres; None if a rank stops it."""
         rows, task = self.rows, self.task
         count, copies = len(rows.samples), 1 + self._judges(chosen)
         centres = gather_projected(self.projected, rows, torch.ones_like(rows.held_out), world=self.world)
@@ -301,10 +302,10 @@ class Problem:
         return self._judged(centres, found._replace(answers=found.answers[rows.own]), chosen, gram)
 
     def _lead_all(self, gram: Gram, rows: Tensor, penalty: float, copies: int) -> Found:
-        """Return the fit to all rows, by rank 0, while the others follow."""
+        """Run the solver on rank 0, while the other ranks follow."""
         outputs, targets = self.task.outputs, self.task.measured(self.rows.labels).targets(self.rows.labels)
         weights = self.rows.weights.double()
-        # The first copy of the columns counts all rows, the second one leaves held-out rows out.
+        # The first copy of the columns uses all rows, the second one excludes held-out rows.
         roots = [weights.sqrt(), weights.sqrt() * ~self.rows.held_out][:copies]
         inverse = NystromInverse(rows, roots, penalty)
         give_back()
@@ -336,12 +337,12 @@ class Problem:
         if copies > 1:
             held_out = gram.times(roots[1][:, None] * solved.vectors[:, outputs:])[self.rows.held_out]
         root, vectors, residual = roots[0][:, None], solved.vectors[:, :outputs], solved.residual[:, :outputs]
-        # With the residual the answers need no other product.
+        # The residual gives the outputs without another product.
         answers = targets - (residual + penalty * vectors) / root
         return Found((root * vectors).float(), answers.float(), held_out, solved.steps, solved.error)
 
     def fit_centres(self, count: int, chosen: ClosedForm) -> Fitted | None:
-        """Return the head of which some rows are centres, None where some rank stops it."""
+        """Return the fit with a subset of rows as centres; None if a rank stops it."""
         rows, task, world = self.rows, self.task.measured(self.rows.labels), self.world
         kept, penalty, copies = rows.spread(count), chosen.penalty, 1 + self._judges(chosen)
         centres = gather_projected(self.projected, rows, kept, world=world)
@@ -394,17 +395,17 @@ class Problem:
         return self._judged(centres, Found(vectors, answers, judged, solved.steps, solved.error), chosen, products)
 
     def _judges(self, chosen: ClosedForm) -> bool:
-        """Tell whether held-out rows judge a fit to all others: where there is something to choose."""
+        """Return True if held-out rows evaluate a fit to all others, which several penalties need."""
         return len(chosen.trials) > 1 and not bool(self.rows.held_out.all())
 
     def _judged(self, centres: Tensor, found: Found, chosen: ClosedForm, products: Products) -> Fitted:
-        """Return the head that was found, calibrated by held-out rows where there are any."""
+        """Return the fit, calibrated by held-out rows if there are any."""
         calibration, trial = chosen.calibration, None
         if found.held_out is not None and self.world.rank == 0:
             task, held, said = self.task.measured(self.rows.labels), self.rows.only(self.rows.held_out), found.held_out
             calibration, _ = judge(task, said.double(), held)
             trial = trial_of(task, chosen.penalty, said.double(), held, steps=found.steps, whole=True)
-        # Choosing is arithmetic that processors may round differently: rank 0's choice is everybody's.
+        # Processors may round differently: all ranks use rank 0's choice.
         calibration, trial = self.world.broadcast_object((calibration, trial), name="head.calibration")
         fitted = self._finished(centres, found.weights, found.answers, calibration, trial)
         return fitted._replace(
@@ -417,7 +418,7 @@ class Problem:
     def _finished(
         self, centres: Tensor, weights: Tensor, answers: Tensor, calibration: Calibration, trial: PenaltyTrial | None
     ) -> Fitted:
-        """Return the head with weights, (M, C), and this rank's raw answers, (B, C)."""
+        """Return the calibrated fit from weights, (M, C), and this rank's raw outputs, (B, C)."""
         rows, task = self.rows, self.task.measured(self.rows.labels)
         logits, own = calibration.apply(answers), rows.weights[rows.own].double()
         losses = task.losses(logits.double(), rows.labels[rows.own]) * own if len(own) else own
@@ -433,25 +434,25 @@ class Problem:
 
 
 MOST_NUMBERS = 2**24
-"""Numbers in a vector of all columns that are solved together: conjugate gradients then take 1 GB."""
+"""Largest size in numbers of the columns in one run of the solver: conjugate gradients then take 1 GB."""
 
 
 def columns_at_once(rows: int) -> int:
-    """Return how many right sides of so many rows are solved together."""
+    """Return the number of right-hand sides in one run of the solver for `rows` rows."""
     return max(1, MOST_NUMBERS // max(1, rows))
 
 
 def solver_bytes(rows: int, columns: int, *, leads: bool) -> int:
-    """Return the memory of a solution for so many right sides, where all rows are centres."""
+    """Return the memory of the solver in bytes, with all rows as centres."""
     at_once = min(columns, columns_at_once(rows))
-    # On rank 0 eight vectors in float64 while columns are solved, and seven of the whole solution; elsewhere three in
-    # float32 as they come, are multiplied and summed, and four as the head comes.
+    # On rank 0 eight float64 vectors of the solver, and seven of the whole solution; on other ranks three float32
+    # vectors for products, and four for the head.
     return rows * (64 * at_once + 56 * columns if leads else 12 * at_once + 16 * columns)
 
 
 def centres_bytes(centres: int, columns: int, *, rows: int, leads: bool) -> int:
-    """Return the memory of a solution for so many centres, with the answers to this rank's `rows`."""
-    # For each pair of centres the normal matrix in float32, and on rank 0 its factor in float64. For each number of a
-    # vector what is said above, and the product's two sums in float64, of this rank, as they travel and of all. For
-    # each answer its target as a whole number and in float64, then in float32.
+    """Return the memory of the solver in bytes for `centres` centres, with the outputs for this rank's `rows`."""
+    # For each pair of centres the float32 normal matrix, and on rank 0 its float64 factor. For each number of a vector
+    # the vectors above, and two float64 sums of the product: this rank's, in transfer, and total. For each output its
+    # target as an integer and in float64, then in float32.
     return 12 * centres**2 + columns * ((112 if leads else 60) * centres + 16 * rows)

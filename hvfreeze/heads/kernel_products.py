@@ -1,4 +1,4 @@
-"""Products with the Gram matrix of all ranks' rows, which rank 0 asks for and all ranks compute together."""
+"""Products with the Gram matrix of all ranks' rows; rank 0 requests them and all ranks compute them together."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ T = TypeVar("T")
 def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
     """Return the kernel exp(-|a - z|^2), (A, N), for `rows`, (A, K), and `centres`, (N, K)."""
     exponents = torch.addmm(-centres.square().sum(1), rows, centres.t(), alpha=2)
-    # In place: matrices of this size cost more to get memory for than to compute.
+    # In place: allocating matrices of this size takes longer than computing them.
     return exponents.sub_(rows.square().sum(1, keepdim=True)).clamp_(max=0).exp_()
 
 
 TILE = 512
-"""Rows and columns of a tile of the Gram matrix; rows of a strip, which has a column for each centre."""
+"""Side of a tile of the Gram matrix, and height of a strip, which has a column per centre."""
 ROUNDED_FROM = 16_384
-"""Rows from which kernel values are rounded to 16 bits, cached or not: it halves the cache. The errors, 4e-6 of
-standard deviation, make those of the whole matrix 9e-6 times the root of its rows: far below every penalty."""
+"""Number of rows from which kernel values are rounded to 16 bits, which halves the cache. The rounding error has a
+standard deviation of 4e-6, and of 9e-6 times the root of the rows for the whole matrix, far below every penalty."""
 LEVELS = 65_535
 """Steps between 0 and 1 of a rounded kernel value, of 16 bits."""
 BLOCK_BYTES = 2**26
-"""Allocated at a time for the cache: tiles allocated one by one, between temporaries, take half as much again."""
+"""Bytes per allocation of the cache: allocating single tiles between temporaries takes 1.5 times the memory."""
 ALIGNED = 64
-"""Kernel values, a whole number of which each tile takes: products may depend on where their factors begin."""
+"""Alignment of tiles in kernel values: products may depend on the alignment of their factors."""
 
 
 class TileCache:
-    """Tiles of a Gram matrix, of which as many are cached as memory allows; the others are recomputed.
+    """Tiles of a Gram matrix, cached up to a memory limit; the others are recomputed.
 
-    The bits do not depend on what is cached.
+    Results are bitwise independent of the limit.
     """
 
     def __init__(self, *, memory_bytes: int, rounded: bool, cells: int = TILE * TILE) -> None:
-        """Take the memory for tiles, whether kernel values are rounded, and a tile's most `cells`."""
+        """Take the memory limit, whether kernel values are rounded, and the largest size of a tile, `cells`."""
         self._cached: dict[tuple[int, int], Tensor] = {}
         self._left = memory_bytes
         self._block = torch.empty(0, dtype=torch.uint16 if rounded else torch.float32)
@@ -66,7 +66,7 @@ class TileCache:
         return self._wide[: tile.numel()].view_as(tile).copy_(tile)
 
     def _allocate(self, cells: int) -> Tensor:
-        """Return memory for as many kernel values, of which there is enough."""
+        """Return memory for `cells` kernel values."""
         each = self._block.element_size()
         if len(self._block) < cells:
             self._block = self._block.new_empty(max(cells, min(BLOCK_BYTES, self._left) // each))
@@ -76,14 +76,14 @@ class TileCache:
 
 
 class Products(ABC):
-    """Products of a matrix with vectors, over all ranks; rank 0 asks for them and the other ranks follow.
+    """Products of a matrix with vectors over all ranks; rank 0 requests them and the other ranks follow.
 
-    Rank 0 alone decides which product comes next, as in `linear.SumsOverRanks`: no decision rests on arithmetic that
-    could differ between processors. `passes` counts products.
+    Rank 0 alone decides on the next product, as in `linear.SumsOverRanks`, because arithmetic may differ between
+    processors. `passes` counts products.
     """
 
     def __init__(self, *, size: int, world: World, watch: Callable[[str], bool]) -> None:
-        """Take the vectors' length, and a function that is often called with the progress and may ask to stop."""
+        """Take the length of the vectors, and a function that is called with the progress and may stop the fit."""
         self.size = size
         self._world, self._watch = world, watch
         self._reached, self._stopped = "", False
@@ -95,7 +95,7 @@ class Products(ABC):
         Rank 0 calls this while every other rank of the world is in `lead`. Collective.
 
         Raises:
-            Stopped: some rank wants to stop.
+            Stopped: a rank stops the fit.
         """
         self._ask(vectors.shape[1])
         across = vectors.t().float().contiguous()
@@ -103,9 +103,9 @@ class Products(ABC):
         return self._product(across).transpose(-1, -2)
 
     def lead(self, work: Callable[[], T]) -> T | None:
-        """Return on rank 0 the result of `work`, which may use `times`, while the others follow. Collective.
+        """Run `work`, which may use `times`, on rank 0, while the other ranks follow; return its result. Collective.
 
-        None on them, and where one wants to stop.
+        None on the other ranks, and if a rank stops the fit.
         """
         if self._world.rank > 0:
             while columns := self._ask(0):
@@ -121,17 +121,17 @@ class Products(ABC):
         return result
 
     def report(self, done: float) -> bool:
-        """Report the share of a pass that is done; return whether this rank wants to stop."""
+        """Report the finished share of a pass; return True if this rank stops the fit."""
         note = f"pass {self.passes}, {100 * done:.0f} %{self._reached}"
         self._stopped = self._watch(note) or self._stopped
         return self._stopped
 
     def report_error(self, error: float, tolerance: float) -> None:
-        """Take the solver's error, for the next notes."""
+        """Record the solver's error for the next progress reports."""
         self._reached = f"; error {100 * error:.1f} %, target {100 * tolerance:.1f} %"
 
     def count_bytes(self, tensor: Tensor) -> None:
-        """Count what this rank gives to an allreduce."""
+        """Count the bytes that this rank sends to an allreduce."""
         if self._world.size > 1:
             self.exchanged_bytes += tensor.numel() * tensor.element_size()
 
@@ -148,7 +148,7 @@ class Products(ABC):
         self.passes += 1
         self.report(0)
         part = self._partial(vectors)
-        # One element more: whether this rank wants to stop.
+        # One more element: whether this rank stops the fit.
         flat = torch.cat([part.flatten(), torch.tensor([self._stopped], dtype=part.dtype)])
         self.count_bytes(flat)
         flat = self._world.allreduce_sum(flat, name="head.products")
@@ -158,10 +158,9 @@ class Products(ABC):
 
 
 class Gram(Products):
-    """K V for V, (N, C), with K[i, j] = exp(-|z_i - z_j|^2), (N, N), of all rows.
+    """Products K V for V, (N, C), with the Gram matrix K[i, j] = exp(-|z_i - z_j|^2), (N, N), of all rows.
 
-    K is symmetric, so only tiles on and above its diagonal are computed, and dealt out to the ranks in turn, whoever
-    holds the rows.
+    K is symmetric, so only tiles on and above the diagonal are computed, assigned to the ranks in turn.
     """
 
     def __init__(
@@ -172,13 +171,13 @@ class Gram(Products):
         memory_bytes: int,
         watch: Callable[[str], bool] = lambda note: False,
     ) -> None:
-        """Take all ranks' rows, (N, K), the same on every rank; for `watch` see `Products`."""
+        """Take the projected features of all ranks, (N, K), the same on every rank; for `watch` see `Products`."""
         super().__init__(size=len(rows), world=world, watch=watch)
         self._rows = rows.split(TILE)
         self._tiles = TileCache(memory_bytes=memory_bytes, rounded=len(rows) >= ROUNDED_FROM)
 
     def _partial(self, vectors: Tensor) -> Tensor:
-        # Vectors first: this order of the product is three times as fast for few of them.
+        # Vectors first: this order of the product is 3x faster for few of them.
         whole = torch.zeros_like(vectors)
         given, sums = (vectors * self._tiles.scale).split(TILE, 1), whole.split(TILE, 1)
         places = list(self._places())
@@ -198,9 +197,9 @@ class Gram(Products):
 
 
 class CentreProducts(Products):
-    """K_C' W K_C V and K_CC V for V, (M, C): K_C compares rows with centres, K_CC the centres with each other.
+    """Products K_C' W K_C V and K_CC V for V, (M, C): K_C has the kernel values of rows and centres, K_CC of centres.
 
-    Each rank sums over its own rows. W are the rows' weights; the last columns give held-out rows none.
+    Each rank sums over its own rows. W has the rows' weights; in the last columns held-out rows have weight 0.
     """
 
     def __init__(
@@ -220,15 +219,15 @@ class CentreProducts(Products):
         """Take this rank's rows, and the centres of all ranks.
 
         Args:
-            rows: this rank's, (B, K).
+            rows: this rank's projected features, (B, K).
             centres: (M, K), the same on every rank.
-            places: (B,) int64, each row's place among the centres; -1 for one that is none.
-            weights: (B,) float32.
-            held_out: (B,) bool, rows that only the first columns count.
-            columns: how many columns count all rows.
+            places: index of each row among the centres, -1 if it is not a centre, (B,) int64.
+            weights: weight of each row, (B,) float32.
+            held_out: mask of the rows that only the first columns use, (B,) bool.
+            columns: number of columns that use all rows.
             rounded: whether kernel values are rounded, see `ROUNDED_FROM`.
             world: the ranks.
-            memory_bytes: for kernel values that are cached; others are recomputed in each pass.
+            memory_bytes: memory for cached kernel values; others are recomputed in each pass.
             watch: see `Products`.
         """
         super().__init__(size=len(centres), world=world, watch=watch)
@@ -241,7 +240,9 @@ class CentreProducts(Products):
         self._tiles = TileCache(memory_bytes=memory_bytes, rounded=rounded, cells=TILE * len(centres))
 
     def normal_matrix(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return K_C' W K_C, (M, M) float32, of some `rows`, (B, K) here, of all ranks. Collective, outside `lead`."""
+        """Return K_C' W K_C, (M, M) float32, of a subset of all ranks' rows, here `rows`, (B, K). Collective, outside
+        `lead`.
+        """
         sums, strips = torch.zeros(self.size, self.size), rows.split(TILE)
         for number, (strip, weight) in enumerate(zip(strips, weights.split(TILE))):
             tile = gaussian(strip, self._centres)
@@ -253,9 +254,9 @@ class CentreProducts(Products):
         return sums
 
     def right_sides(self, targets: Callable[[slice], Tensor], *, copies: int) -> Tensor:
-        """Return K_C' W Y, (M, copies x outputs) float64, where `targets` returns Y of some rows. Collective.
+        """Return K_C' W Y, (M, copies x outputs) float64; `targets` returns Y for rows. Collective, outside `lead`.
 
-        Outside `lead`. The first copy counts all rows, the last one leaves held-out rows out.
+        The first copy uses all rows, the last one excludes held-out rows.
         """
         sums, done = None, 0
         for number, (strip, _, _, weight, held) in enumerate(self._rows):
@@ -273,7 +274,7 @@ class CentreProducts(Products):
     def answers(self, weights: Tensor) -> Tensor:
         """Return K_C A of this rank's rows, (B, C) float32, for A, (M, C). Not a collective."""
         across, done = (weights.t() * self._tiles.scale).float().contiguous(), 0
-        # Allocated at once: parts of it between strips, which are freed, would leave holes of gigabytes in all.
+        # Allocated at once: parts between freed strips would fragment gigabytes of memory.
         answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
         for number, (strip, *_) in enumerate(self._rows):
             tile = self._tiles((number, 0), strip, self._centres)
@@ -282,7 +283,7 @@ class CentreProducts(Products):
         return answers
 
     def _partial(self, vectors: Tensor) -> Tensor:
-        # float64: the sums of the largest eigenvalues would swallow the smallest, which a weak penalty counts on.
+        # float64: in float32 the largest eigenvalues would hide the smallest, which matter for a weak penalty.
         sums, vectors = torch.zeros(2, *vectors.shape, dtype=torch.float64), vectors * self._tiles.scale
         for number, (strip, is_centre, there, weight, held) in enumerate(self._rows):
             tile = self._tiles((number, 0), strip, self._centres)

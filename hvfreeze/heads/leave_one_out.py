@@ -1,7 +1,7 @@
-"""A kernel head of few rows in closed form, and its penalty: each sample is left out in turn.
+"""Leave-one-out choice of the penalty for a kernel head of few rows, in closed form.
 
-With G = (S K S + penalty)^-1 for the rows' kernel K and the roots S of their weights, and duals G S Y, the raw answers
-to the rows g of a sample, of a fit to all others, are Y[g] - S[g]^-1 G[g, g]^-1 (G S Y)[g].
+With G = (S K S + penalty)^-1 for the rows' kernel K and the roots S of their weights, a fit to all other rows has the
+raw outputs Y[g] - S[g]^-1 G[g, g]^-1 (G S Y)[g] for the rows g of a sample.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from hvfreeze.heads.solution import PenaltyTrial
 from hvfreeze.tasks import Calibration, Task
 
 LEAST_GAIN = 0.03
-"""A stronger penalty must lower the loss by this share: a fit to more rows, as the last one, wants a weaker penalty."""
+"""Least relative gain of a stronger penalty: the final fit has more rows and prefers a weaker penalty."""
 
 
 class ClosedForm(NamedTuple):
-    """A fit to few rows, and what leaving each out in turn says of it."""
+    """A closed-form fit and its leave-one-out results."""
 
     penalty: float
     calibration: Calibration
-    """By the rows that choose."""
+    """Calibration by the choosing rows."""
     trials: tuple[PenaltyTrial, ...]
-    """Of all penalties, in the order tried."""
+    """Results of all penalties, in order."""
     weights: Tensor
-    """A, (N, outputs) float64."""
+    """Weights A, (N, outputs) float64."""
     answers: Tensor
-    """K A, (N, outputs) float64."""
+    """Raw outputs K A, (N, outputs) float64."""
 
 
 def fit_few(
     projected: Tensor, rows: AllRows, task: Task, penalties: Sequence[float], *, choosing: Tensor, whole: bool
 ) -> ClosedForm:
-    """Return the fit with the best of the penalties, by the rows `choosing`, (N,) bool. Not a collective.
+    """Return the fit with the best penalty for the rows `choosing`, a mask, (N,). Not a collective.
 
-    Trials are of held-out rows; `whole` is false where `rows` are a part of all. One factor of an (N, N) matrix for
-    each penalty.
+    Trials evaluate held-out rows; `whole` is False if `rows` are a subset. Computes a factor of an (N, N) matrix per
+    penalty.
     """
     points, roots = projected.double(), rows.weights.double().sqrt()[:, None]
     kernel, targets = gaussian(points, points).mul_(roots).mul_(roots.t()), task.targets(rows.labels)
@@ -57,13 +57,13 @@ def fit_few(
         fitted = ClosedForm(penalty, calibration, (trial,), roots * duals, targets - penalty * duals / roots)
         found.append((loss, fitted))
     bound = (1 + LEAST_GAIN) * min(loss for loss, _ in found)
-    # A NaN is no loss: nothing is judged then, and the first penalty is as good as another.
+    # A NaN loss means that there is nothing to choose by: take the first penalty.
     best = min((fitted for loss, fitted in found if not loss > bound), key=lambda fitted: fitted.penalty)
     return best._replace(trials=tuple(trial for _, fitted in found for trial in fitted.trials))
 
 
 def judge(task: Task, answers: Tensor, rows: RowInfo) -> tuple[Calibration, float]:
-    """Return the calibration that suits raw answers, (N, outputs), to these rows; and its loss."""
+    """Return the calibration of raw outputs, (N, outputs), for these rows, and its loss."""
     samples = len(rows.samples.unique())
     calibration = task.calibrate(answers, rows.labels, rows.weights, samples=samples)
     loss = task.smoothed_loss(calibration.apply(answers), rows.labels, rows.weights, samples=samples)
@@ -71,9 +71,9 @@ def judge(task: Task, answers: Tensor, rows: RowInfo) -> tuple[Calibration, floa
 
 
 def trial_of(task: Task, penalty: float, answers: Tensor, held: RowInfo, *, steps: int, whole: bool) -> PenaltyTrial:
-    """Return what held-out rows say of raw answers, (N, outputs), that were not fitted to them.
+    """Return the held-out result for raw outputs, (N, outputs), of a fit without these rows.
 
-    They are calibrated by themselves, so that the loss can be compared with another head's.
+    The outputs are calibrated on the same rows, so that losses of different heads are comparable.
     """
     if not len(held.samples):
         return PenaltyTrial(penalty, math.nan, math.nan, steps, whole)
@@ -96,7 +96,7 @@ def residuals(inverse: Tensor, duals: Tensor, groups: Sequence[Tensor]) -> Tenso
     Args:
         inverse: G, (N, N) float64.
         duals: (N, outputs) float64.
-        groups: (groups, rows of each), each row in one.
+        groups: row indices of each group, (groups, rows per group); each row is in one.
     """
     found = torch.empty_like(duals)
     for rows in groups:
@@ -106,7 +106,7 @@ def residuals(inverse: Tensor, duals: Tensor, groups: Sequence[Tensor]) -> Tenso
 
 
 def views_of(samples: Tensor) -> list[Tensor]:
-    """Return the rows of each sample, (samples, views) for each number of views that there is."""
+    """Return the row indices of each sample, as (samples, views) for each number of views."""
     _, place, counts = samples.unique(return_inverse=True, return_counts=True)
     order = place.argsort(stable=True)
     ends = counts.cumsum(0)

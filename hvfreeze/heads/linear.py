@@ -1,16 +1,15 @@
-"""Logistic or linear regression over all ranks: rows stay where they are, every pass over them is one allreduce.
+"""Logistic or linear regression over all ranks: rows stay on their ranks, and each pass needs one allreduce.
 
-    fit = fit_linear(rows, task=Classes(10), world=world)       # penalty chosen on the rows that are held out
+    fit = fit_linear(rows, task=Classes(10), world=world)       # penalty chosen on the held-out rows
     logits = features @ fit.weight.t() + fit.bias               # for raw features: the standardisation is folded in
 
 Minimises over n rows with weights w, standardised features z and coefficients W without the intercept b
 
     sum w loss(W z + b, label) / sum w  +  penalty x |W|^2
 
-For classes this has the one minimum of scikit-learn's LogisticRegression(C=1 / (2 x penalty x n)) on the same
+For classes this has the unique minimum of scikit-learn's LogisticRegression(C=1 / (2 x penalty x n)) on the same
 standardised rows, for numbers that of its Ridge. The penalty is chosen on held-out rows along a path from strong to
-weak, each solution the start of the next; of few rows by cross-validation. Then everything, held-out rows too, is
-fitted with it.
+weak with warm starts, or for few rows by cross-validation. The final fit uses all rows.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from hvfreeze.tasks import Calibration, Classes, MultiLabel, Numbers, Task, doub
 
 @dataclass(frozen=True)
 class Subset:
-    """Which rows are fitted, and which judge."""
+    """The split of rows into fitted and evaluating ones."""
 
     fold: int | None = None
-    """That judges and is not fitted: 0 is of the held-out rows, the others are divided by their samples' numbers."""
+    """Index of the evaluating fold: 0 has the held-out rows, the others divide rows by sample number."""
     folds: int = 1
 
     def message(self) -> list[float]:
-        """Return it as numbers."""
+        """Return the subset as numbers."""
         return [-1.0 if self.fold is None else float(self.fold), float(self.folds)]
 
     @classmethod
     def read(cls, fold: float, folds: float) -> Subset:
-        """Return what `message` wrote."""
+        """Return the subset of a `message`."""
         return cls(None if fold < 0 else int(fold), int(folds))
 
     def judging(self, rows: RowInfo) -> Tensor:
-        """Return which of the rows judge, (B,) bool; the others are fitted."""
+        """Return a mask of the evaluating rows, (B,) bool; the others are fitted."""
         if self.fold is None:
             return torch.zeros_like(rows.held_out)
         return torch.where(rows.held_out, 0, 1 + rows.samples % max(1, self.folds - 1)) == self.fold
@@ -66,43 +65,43 @@ class Point:
     """The mean loss over the fitted rows of all ranks at one point, without a penalty."""
 
     weights: Tensor
-    """(C, D + 1) float64, for standardised features; the last column is the intercept."""
+    """Coefficients for standardised features, (C, D + 1) float64; the last column is the intercept."""
     loss: float
-    """In nats, or squared errors."""
+    """Mean loss in nats, or squared errors."""
     gradient: Tensor
-    """(C, D + 1) float64."""
+    """Gradient of the loss, (C, D + 1) float64."""
     curvature: float
-    """Mean second derivative by an output, over fitted rows and outputs: how strongly the loss bends here."""
+    """Mean second derivative of the loss by the outputs, over fitted rows and outputs."""
     judges: Tensor
-    """(5,) float64, sums over the rows that judge: weighted losses, weighted losses if each class were the row's, the
-    weights, the scores, and how many rows they are."""
+    """Sums over the evaluating rows, (5,) float64: weighted losses, weighted losses averaged over all classes, weights,
+    scores, and the number of rows."""
 
     @property
     def held_out_loss(self) -> float:
-        """Mean over the rows that judge; NaN without any."""
+        """Mean loss of the evaluating rows; NaN without any."""
         return float(self.judges[0] / self.judges[2])
 
     @property
     def held_out_score(self) -> float:
-        """At most 1: the accuracy, or R^2; NaN without rows that judge."""
+        """Accuracy or R^2 of the evaluating rows, at most 1; NaN without any."""
         return float(self.judges[3] / self.judges[4])
 
 
 class RowTerms(NamedTuple):
-    """What rows give to the loss, its derivatives and the score, (B,) each but for `residuals`."""
+    """The terms of rows in the loss, its derivatives and the score, (B,) each except `residuals`."""
 
     losses: Tensor
     residuals: Tensor
-    """(C, B): derivatives by the outputs."""
+    """Derivatives by the outputs, (C, B)."""
     bends: Tensor
-    """Second derivatives by the outputs, summed over these."""
+    """Second derivatives by the outputs, summed over outputs."""
     unsure: Tensor
-    """Mean loss over what the label could be."""
+    """Mean loss over all possible labels."""
     scores: Tensor
 
 
 def terms_of(task: Task, answers: Tensor, labels: Tensor) -> RowTerms:
-    """Return what rows give for `answers`, (C, B) float32: classes first, which is twice as fast for few of them."""
+    """Return the terms of rows for outputs, (C, B) float32: classes first, which is 2x faster for few of them."""
     if isinstance(task, Classes):
         logs, places = answers.log_softmax(0), torch.arange(len(labels))
         losses, unsure = -logs[labels, places], -logs.mean(0)
@@ -123,7 +122,7 @@ def terms_of(task: Task, answers: Tensor, labels: Tensor) -> RowTerms:
 
 
 NUMBERS = 3 + 5 + 1
-"""Sums before the gradient: of the fitted rows, of those that judge, and whether to stop."""
+"""Number of sums before the gradient: of fitted rows, of evaluating rows, and the stop flag."""
 
 
 class SumsOverRanks:
@@ -140,9 +139,10 @@ class SumsOverRanks:
         self.passes, self.exchanged_bytes = 0, 0
 
     def at(self, weights: Tensor, subset: Subset) -> Point:
-        """Return the loss at `weights` over the rows that `subset` fits; raise Stopped on rank 0.
+        """Return the loss at `weights` over the fitted rows of `subset`; raise Stopped on rank 0 if a rank stops the
+        fit.
 
-        Rank 0 calls this while every other rank of the world is in `follow`, also after it is stopped. Collective.
+        Rank 0 calls this while every other rank of the world is in `follow`, also after a stop. Collective.
         """
         self._send(subset.message(), weights)
         point, stopped = self._evaluate(weights, subset)
@@ -159,7 +159,7 @@ class SumsOverRanks:
         self._send([0.0, 0.0], self.zero())
 
     def follow(self) -> None:
-        """Take part in every evaluation of rank 0, until it stops. All ranks but 0 call this. Collective."""
+        """Take part in the evaluations of rank 0 until it stops. All ranks but 0 call this. Collective."""
         while True:
             message = torch.empty(2 + math.prod(self.shape), dtype=torch.float64)
             self._world.broadcast_(message, name="head.weights")
@@ -169,7 +169,7 @@ class SumsOverRanks:
             self._evaluate(message[2:].view(self.shape), Subset.read(fold, folds))
 
     def _send(self, subset: Sequence[float], weights: Tensor) -> None:
-        """Send a subset, or no folds at the end, and where to evaluate."""
+        """Send a subset and the weights to evaluate; no folds mark the end."""
         message = torch.cat([torch.tensor(subset, dtype=torch.float64), weights.flatten()])
         self._world.broadcast_(message, name="head.weights")
 
@@ -199,7 +199,7 @@ class SumsOverRanks:
         return result
 
     def _add(self, chunk: Chunk, weight: Tensor, bias: Tensor, held: Tensor, result: Tensor, gradient: Tensor) -> None:
-        """Add a chunk's sums to `result`, of which `gradient` is a view."""
+        """Add a chunk's sums to `result`; `gradient` is a view of it."""
         features, info = self._standard.taken(chunk.features), chunk.info
         # Rows first: this order of the product takes half the time of the other.
         answers = torch.addmm(bias, features, weight.t()).t().contiguous()
@@ -219,7 +219,7 @@ def _sums(*columns: Tensor) -> Tensor:
 
 
 ROUNDING = 1e-7
-"""Relative rounding of a loss whose products are float32: smaller differences say nothing."""
+"""Relative rounding error of a loss with float32 products; smaller differences are noise."""
 
 Evaluate = Callable[[Tensor], Point]
 
@@ -239,14 +239,13 @@ def minimise(
     fewest_steps: int = 0,
     least_gradient: float = 0.0,
 ) -> tuple[Point, int]:
-    """Return the minimum of loss + penalty x |coefficients|^2, searched from `start`, and the steps, by scipy's L-BFGS.
+    """Minimise loss + penalty x |coefficients|^2 from `start` by scipy's L-BFGS; return the minimum and the steps.
 
-    It stops where `relative_error` is at most `tolerance`, where the gradient's norm is at most `least_gradient`, or
-    after `most_steps`, but not before `fewest_steps`: a new penalty can leave the old solution within a loose
-    tolerance. Variables are scaled by the root of about the inverse
-    second derivative, so that the first step is about Newton's.
+    It stops if `relative_error` is at most `tolerance`, if the gradient's norm is at most `least_gradient`, or after
+    `most_steps`, but not before `fewest_steps`: the minimum of the previous penalty may be within a loose tolerance.
+    Variables are scaled by the root of the approximate inverse second derivative, so the first step is nearly Newton's.
     """
-    # It takes 0.2 s to import, and most runs need no linear head.
+    # The import takes 0.2 s, and most runs need no linear head.
     from scipy.optimize import minimize
 
     def is_near(point: Point) -> bool:
@@ -259,7 +258,7 @@ def minimise(
     length = float(scaled(_with_penalty(start.gradient, start.weights, penalty)).norm())
     if length == 0:
         return start, 0
-    # The last point, the last one that a line search ended at, and what scipy was told of each.
+    # The last point, the last one after a line search, and the values that scipy got for each.
     last, here, told, told_here, steps = start, start, 0.0, 0.0, 0
 
     def loss(place: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -269,7 +268,7 @@ def minimise(
         slope, before = _with_penalty(last.gradient, last.weights, penalty), _objective(here, penalty)
         gain = _objective(last, penalty) - before
         if abs(gain) <= ROUNDING * abs(before):
-            # Near the minimum rounding hides the gain, and slopes tell it (Hager and Zhang, SIAM J. Optim. 16, 2005).
+            # Near the minimum rounding hides the decrease; slopes show it (Hager and Zhang, SIAM J. Optim. 16, 2005).
             slopes = (slope + _with_penalty(here.gradient, here.weights, penalty)) / 2
             gain = _dot(slopes, last.weights - here.weights)
         told = told_here + gain
@@ -291,9 +290,10 @@ def minimise(
 
 
 def relative_error(point: Point, penalty: float) -> float:
-    """Return the gradient's norm / (2 penalty x norm of the coefficients); infinite where only the latter are all 0.
+    """Return the gradient's norm / (2 penalty x norm of the coefficients); infinite if only the coefficients are 0.
 
-    It bounds the coefficients' distance from the minimum, relative to their norm: the penalty alone bends by 2 penalty.
+    It bounds the relative distance of the coefficients from the minimum, because the penalty has the second derivative
+    2 penalty.
     """
     gradient = float(_with_penalty(point.gradient, point.weights, penalty).norm())
     coefficients = float(point.weights[:, :-1].norm())
@@ -318,32 +318,34 @@ def _dot(first: Tensor, second: Tensor) -> float:
 
 
 PENALTIES = tuple(10 ** (-half / 2) for half in range(17))
-"""From 1 to 1e-8, two a decade: with one, 1,000 images of CIFAR-10 lose 0.4 points and take 1.5 times the passes."""
+"""Candidate penalties from 1 to 1e-8, two per decade. With one, 1,000 images of CIFAR-10 lose 0.4 points and take 1.5
+times the passes."""
 STRONGER = (10.0, 100.0, 1e3, 1e4)
-"""Where even 1 is too weak, as where features say nothing of the labels."""
+"""Stronger candidates, for features without information about the labels."""
 TOLERANCE = 0.1
-"""Relative distance of the coefficients: a tenth of it changed no accuracy."""
+"""Relative error of the coefficients; a tenth of it did not change accuracies."""
 FEW_ROWS, FOLDS = 400, 5
-"""With at most so many rows, a tenth of them would be too few to choose by: all are, in so many parts."""
-PATH_TOLERANCE = 1.0
-"""While many rows choose the penalty: with 2, 1,000 images of CIFAR-10 lose 0.3 points; 0.5 takes a fifth more passes.
+"""Number of rows up to which cross-validation chooses the penalty, because a tenth of them is too few; and its folds.
 """
+PATH_TOLERANCE = 1.0
+"""Tolerance while many rows choose the penalty. With 2, 1,000 images of CIFAR-10 lose 0.3 points; 0.5 takes 20 % more
+passes."""
 LEAST_GAIN = 1e-3
-"""The path ends where the held-out loss falls by a smaller part of itself, or rises."""
+"""Least relative decrease of the held-out loss that continues the path."""
 
 
 @dataclass(frozen=True)
 class HeadFit(Solution):
-    """A fitted head, equal on all ranks bit for bit but for `used`; `error` bounds the distance of the coefficients."""
+    """A fitted head, bitwise equal on all ranks except `used`; `error` bounds the coefficients' relative error."""
 
     weight: Tensor
-    """(C, D) float32, for raw features."""
+    """Weights for raw features, (C, D) float32."""
     bias: Tensor
-    """(C,) float32."""
+    """Bias, (C,) float32."""
     coefficients: Tensor
-    """(C, D + 1) float64, for standardised features and targets; the last column is the intercept."""
+    """Coefficients for standardised features and targets, (C, D + 1) float64; the last column is the intercept."""
     used: Tensor
-    """(N,) bool, which of this rank's rows, in their order, were fitted."""
+    """Mask of this rank's rows that were fitted, (N,) bool."""
 
 
 def fit_linear(
@@ -357,20 +359,20 @@ def fit_linear(
     trained: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> HeadFit | None:
-    """Return the head that minimises the penalised loss over the rows of all ranks, equal on all of them. Collective.
+    """Minimise the penalised loss over the rows of all ranks; the head is equal on all of them. Collective.
 
-    None where some rank wants to stop before.
+    None if a rank stops the fit.
 
     Args:
         rows: this rank's rows; there may be none.
-        task: what the head answers.
+        task: task of the head.
         world: the ranks.
-        penalties: decreasing, above 0; with one, nothing is chosen.
-        tolerance: relative distance from the minimum, see `relative_error`; on the path it may be `PATH_TOLERANCE`.
-        most_steps: limit of the minimiser for one penalty; `HeadFit.converged` tells whether it sufficed.
-        trained: whether the network was trained on the rows that are not held out, whose features know their labels:
-            then only held-out rows choose, also of few.
-        stop: asked in every pass; true on some rank ends the search.
+        penalties: decreasing candidates above 0; a single one is used as given.
+        tolerance: relative error of the minimum, see `relative_error`; on the path it may be `PATH_TOLERANCE`.
+        most_steps: limit of the steps per penalty; `HeadFit.converged` is False if it was reached.
+        trained: whether the network was trained on the rows that are not held out. Their features then depend on their
+            labels, so only held-out rows choose the penalty, even if rows are few.
+        stop: called in every pass; True on any rank stops the fit.
 
     Raises:
         UsageError: several penalties and no held-out rows, or penalties that are not decreasing and above 0.
@@ -378,12 +380,12 @@ def fit_linear(
     """
     values = list(penalties)
     if not values or min(values) <= 0 or values != sorted(set(values), reverse=True):
-        raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
+        raise UsageError(f"penalties ({values}) must be at least one number, all above 0 and decreasing")
     prepared = prepare(rows, world=world, no_labels=task.no_labels)
     standard = prepared.standard
     check_choice(standard.held_out, len(values))
     if isinstance(task, Numbers):
-        # The scale of targets is arithmetic that processors may round differently: rank 0's is everybody's.
+        # Processors may round differently: all ranks use rank 0's scale of targets.
         task = world.broadcast_object(task.measured(gather_info(prepared.info, world=world).labels), name="head.task")
     loss = SumsOverRanks(prepared.rows, standard, task=task, world=world, stop=stop)
     counts = counts_of(prepared, world=world)
@@ -413,7 +415,7 @@ def fit_linear(
         found = solution(point, penalty, trials, prepared, task, loss, steps=steps, tolerance=tolerance)
     loss.stop()
     found = examine(found, judge, task, prepared, world=world)
-    # Folding too is arithmetic that processors may round differently: rank 0's head is everybody's.
+    # Processors may round differently here too: all ranks use rank 0's head.
     return with_used(world.broadcast_object(found, name="head.fit"), prepared)
 
 
@@ -428,10 +430,10 @@ def solution(
     steps: int,
     tolerance: float,
 ) -> HeadFit:
-    """Return the head of a point, for raw features and labels."""
+    """Convert a point to a head for raw features and labels."""
     coefficients, error, standard = point.weights.clone(), relative_error(point, penalty), prepared.standard
     if isinstance(task, Classes):
-        # The same number added to every intercept changes no probability.
+        # A constant in all intercepts does not change probabilities.
         coefficients[:, -1] -= coefficients[:, -1].mean()
     raw = coefficients
     if isinstance(task, Numbers):
@@ -460,9 +462,10 @@ def solution(
 def examine(
     found: HeadFit | None, judge: Tensor | None, task: Task, prepared: Prepared, *, world: World
 ) -> HeadFit | None:
-    """Return rank 0's fit with what held-out rows say of the head `judge`, (C, D + 1), not fitted to them. Collective.
+    """Add the held-out metrics of the head `judge`, (C, D + 1), which excludes held-out rows, to rank 0's fit.
+    Collective.
 
-    Both are rank 0's; nothing is examined where either is None, or where loss and accuracy tell enough.
+    Both come from rank 0. The fit is unchanged if one is None, or if loss and accuracy suffice.
     """
     if not task.is_examined:
         return found
@@ -491,20 +494,20 @@ def examine(
 
 
 def with_used(fit: HeadFit | None, prepared: Prepared) -> HeadFit | None:
-    """Return the fit with this rank's `used`."""
+    """Return the fit with this rank's mask `used`."""
     return None if fit is None else replace(fit, used=prepared.used)
 
 
 class Counts(NamedTuple):
-    """Of all ranks."""
+    """Number of samples over all ranks."""
 
     samples: int
     held_out: int
-    """Samples."""
+    """Number of held-out samples."""
 
 
 def counts_of(prepared: Prepared, *, world: World) -> Counts:
-    """Return how many samples there are. Collective."""
+    """Count the samples of all ranks. Collective."""
     samples, held_out = prepared.info.samples, prepared.info.held_out
     mine = torch.tensor([len(samples.unique()), len(samples[held_out].unique())], dtype=torch.int64)
     return Counts(*world.allreduce_sum(mine, name="head.counts").tolist())
@@ -512,23 +515,25 @@ def counts_of(prepared: Prepared, *, world: World) -> Counts:
 
 @dataclass(frozen=True)
 class Choosing:
-    """Chooses by rows that were not fitted. To be used on rank 0, while the others are in `SumsOverRanks.follow`."""
+    """The choice of the penalty by rows that were not fitted, on rank 0, while the others are in
+    `SumsOverRanks.follow`.
+    """
 
     loss: SumsOverRanks
     covariance: Covariance
     task: Task
     counts: Counts
     folds: int
-    """With 1 the held-out rows judge, else all."""
+    """Number of folds; with 1 the held-out rows choose, else all rows."""
     most_steps: int
 
     def path(
         self, penalties: Sequence[float], stronger: Sequence[float]
     ) -> tuple[float, Tensor, tuple[PenaltyTrial, ...]]:
-        """Return the penalty with the least loss of rows that judge, its weights, and trials of held-out rows.
+        """Return the penalty with the least evaluation loss, its weights, and the trials of held-out rows.
 
-        From strong to where that falls no more; `stronger` ones are tried where the strongest of `penalties` is worse
-        than a head that says nothing.
+        Goes from strong to weak until the loss stops falling. `stronger` penalties are tried if the strongest of
+        `penalties` is worse than intercepts alone.
         """
         subsets = [Subset(fold, self.folds) for fold in range(self.folds)]
         nothing = tuple(self.loss.at(self.loss.zero(), subset) for subset in subsets)
@@ -542,8 +547,9 @@ class Choosing:
             tried.append((self.judged(solved), penalty, solved))
             return tried[-1][0]
 
-        # Of few samples a strong penalty may be worse than no head: it leaves little but the intercepts, which say of
-        # each sample that its class is rarer among the others. So the first solution is compared with the second.
+        # With few samples a strong penalty may be worse than no head: it leaves mainly the intercepts, and these are
+        # too low for each sample's class, which is rarer among the others. So compare the first solution with the
+        # second.
         least, taken = math.inf, 0
         for place, penalty in enumerate(penalties):
             judged = attempt(penalty, tried[-1][2] if tried else nothing)
@@ -551,7 +557,7 @@ class Choosing:
                 break
             least, taken = judged, place
         if least > self.judged(nothing):
-            # Every penalty makes a head that is too sure of what says little.
+            # Every penalty gives an overconfident head on uninformative features.
             for penalty in stronger:
                 if attempt(penalty, nothing) < self.judged(nothing):
                     break
@@ -560,22 +566,22 @@ class Choosing:
         return chosen, best[0].weights, tuple(trials)
 
     def minimum(self, subset: Subset, point: Point, penalty: float) -> tuple[Point, int]:
-        """Return nearly the solution with a penalty, searched from `point`, and the steps."""
+        """Return the approximate minimum for a penalty, from `point`, and the steps."""
         return minimise(
             partial(self.loss.at, subset=subset),
             point,
             penalty=penalty,
             covariance=self.covariance,
-            # A pass over few rows costs little.
+            # A pass over few rows is cheap.
             tolerance=PATH_TOLERANCE if self.folds == 1 else TOLERANCE,
             most_steps=self.most_steps,
             fewest_steps=1,
-            # Where all rows have one label, the intercept grows for ever, and no error gets small.
+            # If all rows have one label, the intercept diverges and the error does not converge.
             least_gradient=LEAST_GAIN / 10,
         )
 
     def judged(self, points: Sequence[Point]) -> float:
-        """Return the mean loss over the rows that judge; see `tasks.doubt`."""
+        """Return the mean loss of the evaluating rows; see `tasks.doubt`."""
         losses, unsure, weight, *_ = torch.stack([point.judges for point in points]).sum(0).tolist()
         outputs = self.task.outputs
         spread = doubt(self.counts.samples if self.folds > 1 else self.counts.held_out) * outputs / max(1, outputs - 1)

@@ -1,4 +1,4 @@
-"""Mean, scale and leading covariance of every feature over all ranks' rows: what a solver is started and steered by."""
+"""Standardisation, leading covariance and outlier removal of all ranks' features, before a fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.rows import RowInfo, Rows, SomeRows
 
 SMALLEST_VARIATION = 1e-6
-"""A feature whose standard deviation is a smaller part of its mean is rounding of float32, not information."""
+"""Ratio of standard deviation and mean below which a feature is float32 rounding noise."""
 LARGEST_MEAN = 30
-"""In standard deviations; products of features with a larger mean lose digits in float32, so the mean is taken off."""
+"""Mean in standard deviations above which it is subtracted, because float32 products would lose digits."""
 
 
 class FeaturesError(NumericsError):
-    """Features of some `samples`, by number, on which no head can be solved."""
+    """The features of some `samples`, by number, do not allow a fit."""
 
     def __init__(self, message: str, samples: Sequence[int]) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ NO_CLASSES = torch.zeros(0, dtype=torch.int64)
 
 
 def numbered(samples: Sequence[int], *, most: int = 5) -> str:
-    """Return samples by number, the first ones where there are more than `most`."""
+    """Return samples by number, at most `most` of them."""
     more = len(samples) - most
     shown = ", ".join(map(str, samples[:most])) + (f" and {more} more" if more > 0 else "")
     return f"{'sample' if len(samples) == 1 else 'samples'} {shown}"
@@ -40,46 +40,46 @@ def numbered(samples: Sequence[int], *, most: int = 5) -> str:
 
 @dataclass(frozen=True)
 class Standard:
-    """Makes each feature's mean 0 and its variance 1: (x - mean) * scale."""
+    """The standardisation of features to mean 0 and variance 1: (x - mean) * scale."""
 
     mean: Tensor
-    """(D,) float64."""
+    """Mean of each feature, (D,) float64."""
     scale: Tensor
-    """(D,) float64; 1 where the feature is constant."""
+    """Inverse standard deviation of each feature, (D,) float64; 1 for constant features."""
     count: int
-    """Rows of all ranks."""
+    """Number of rows of all ranks."""
     held_out: int
-    """Held-out rows of all ranks."""
+    """Number of held-out rows of all ranks."""
     origin: Tensor
-    """(D,) float32, taken off features before they are multiplied; all 0 unless a mean is large."""
+    """Offset subtracted from features before products, (D,) float32; all 0 unless a mean is large."""
 
     @property
     def offset(self) -> Tensor:
-        """The mean of the output of `taken`, (D,) float64."""
+        """Mean of the output of `taken`, (D,) float64."""
         return self.mean - self.origin
 
     def taken(self, features: Tensor) -> Tensor:
-        """Return features, (B, D) of any floating type, as float32 and less `origin`."""
-        # Mostly there is nothing to take off, and a copy of all rows to save in every pass.
+        """Return features, (B, D) of any floating type, minus `origin`, as float32."""
+        # Usually the origin is 0, which saves a copy of all rows in each pass.
         return features.float() - self.origin if self.origin.any() else features.float()
 
     def folded(self, weights: Tensor, *, mean: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight, (C, D), and bias, (C,), for features of mean `mean` and this scale.
+        """Fold the standardisation with mean `mean` into `weights`; return weight, (C, D), and bias, (C,).
 
-        `weights`, (C, D + 1), are for standardised features; the last column is the intercept. All are float64.
+        `weights`, (C, D + 1), are for standardised features, with the intercept in the last column. All are float64.
         """
         weight = weights[:, :-1] * self.scale
         return weight, weights[:, -1] - weight @ mean
 
 
 def measure(rows: Rows, *, world: World) -> Standard:
-    """Return the standardisation of all ranks' rows, held-out ones too, with the same bits on every rank. Collective.
+    """Return the standardisation of all ranks' rows, with held-out ones, bitwise equal on every rank. Collective.
 
-    One pass. Deviations are taken from the first row of the lowest rank that has any, so that a large mean does not
-    swallow a small variance.
+    Takes one pass. Deviations are relative to the first row of the lowest rank with rows, so that a large mean does not
+    hide a small variance.
 
     Raises:
-        FeaturesError: a feature is NaN or infinite, on any rank.
+        FeaturesError: a feature is NaN or Inf on any rank.
         UsageError: no rank has a row.
     """
     first = next((chunk.features[0].double() for chunk in rows.chunks()), None)
@@ -87,7 +87,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
     filled[world.rank] = int(first is not None)
     filled = world.allreduce_sum(filled, name="head.filled")
     if not filled.any():
-        raise UsageError("head fit: there are no samples to fit on; give more training samples").on_all_ranks()
+        raise UsageError("head fit: there are no samples to fit; use more training samples").on_all_ranks()
     origin = torch.zeros(rows.width, dtype=torch.float64) if first is None else first
     world.broadcast_(origin, name="head.origin", root=int(filled.nonzero()[0]))
     moments = torch.zeros(2, rows.width + 1, dtype=torch.float64)
@@ -101,12 +101,12 @@ def measure(rows: Rows, *, world: World) -> Standard:
     moments = world.allreduce_sum(moments, name="head.moments")
     if not moments.isfinite().all():
         columns = (~moments.isfinite()).any(0).nonzero().flatten().tolist()
-        # What is wrong with the row that the others are compared with is not wrong with them.
+        # Damage in the reference row is not damage in the others.
         samples = damaged(rows, torch.zeros_like(shift), world=world) or damaged(rows, shift, world=world)
         raise FeaturesError(
-            f"head fit: {len(columns)} of {rows.width} features are NaN or infinite, the first is number {columns[0]}; "
-            f"these, or their squares, are so in {numbered(samples)}: the weights or the images are damaged, or the "
-            "precision is too small for the network",
+            f"head fit: {len(columns)} of {rows.width} features, or their squares, are NaN or Inf, "
+            f"starting with feature {columns[0]}, in {numbered(samples)}; check the weights and "
+            f"these images, or use --precision float32",
             samples,
         )
     count = moments[0, -1]
@@ -121,21 +121,21 @@ def measure(rows: Rows, *, world: World) -> Standard:
 
 
 def damaged(rows: Rows, shift: Tensor, *, world: World) -> list[int]:
-    """Return the samples of all ranks whose features, or their squares, less `shift`, are not finite. Collective."""
+    """Return the samples of all ranks with NaN or Inf in features minus `shift`, or in their squares. Collective."""
     mine = [int(chunk.info.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
     return sorted({sample for theirs in world.allgather_object(mine, name="head.damaged") for sample in theirs})
 
 
 def immeasurable(features: Tensor) -> list[int]:
-    """Return the rows of (B, D) features whose squares are not finite."""
+    """Return the rows of (B, D) features with squares of NaN or Inf."""
     return (~features.float().square().isfinite().all(1)).nonzero().flatten().tolist()
 
 
 def check_choice(held_out: int, penalties: int) -> None:
-    """Raise UsageError, on all ranks, for several penalties and no `held_out` rows to choose among them."""
+    """Raise UsageError, on all ranks, for several penalties without `held_out` rows."""
     if penalties > 1 and held_out == 0:
         raise UsageError(
-            f"head fit: {penalties} penalties and no held-out samples to choose by; give more training samples"
+            f"head fit: {penalties} penalties and no held-out samples to choose one; use more training samples"
         ).on_all_ranks()
 
 
@@ -145,24 +145,24 @@ SEED = 20230423
 
 @dataclass(frozen=True)
 class Covariance:
-    """The leading part of the standardised features' covariance, for a cheap inverse of a loss's second derivative.
+    """The leading eigenvectors of the standardised features' covariance, for a cheap approximate inverse Hessian.
 
-    Many features are much alike, so a few directions bend a hundred times more than the others. Source: Frangella,
-    Tropp and Udell, "Randomized Nystrom Preconditioning" (SIAM J. Matrix Anal. Appl. 44, 2023).
+    Many features are correlated, so a few directions have a hundred times the curvature of the others. Source:
+    Frangella, Tropp and Udell, "Randomized Nystrom Preconditioning" (SIAM J. Matrix Anal. Appl. 44, 2023).
     """
 
     directions: Tensor
-    """(D, K) float64, orthonormal columns."""
+    """Leading eigenvectors, orthonormal columns, (D, K) float64."""
     values: Tensor
-    """(K,) float64, decreasing."""
+    """Eigenvalues, decreasing, (K,) float64."""
 
     def root_inverse(self, gradient: Tensor, *, curvature: float, penalty: float) -> Tensor:
-        """Return the root of the inverse of curvature x covariance + 2 penalty, times `gradient`, (C, D + 1).
+        """Return (curvature x covariance + 2 penalty)^(-1/2) times `gradient`, (C, D + 1).
 
-        Directions outside `directions` count as if their variance were the least of `values`; the intercept, the last
-        column, bends by `curvature` alone.
+        Directions outside `directions` have the least eigenvalue of `values`; the intercept, the last column, has the
+        second derivative `curvature`.
         """
-        # Where every row is certain, nothing bends but the penalty.
+        # If all predictions are certain, only the penalty has curvature.
         curvature = max(curvature, 1e-6)
         coefficients = gradient[:, :-1]
         least = (curvature * self.values[-1] + 2 * penalty).rsqrt()
@@ -174,14 +174,14 @@ class Covariance:
 
 
 class Sketch(NamedTuple):
-    """What one pass over standardised rows tells."""
+    """The results of a pass over standardised rows."""
 
     product: Tensor
     """A T, (D, K) float64, for the covariance A of all ranks' rows and T = `test_matrix(D, K)`; equal on all ranks."""
     sizes: Tensor
-    """(N,) float64, each of this rank's rows' squared distance from the mean, but for the randomness of T."""
+    """Estimated squared distance from the mean of each of this rank's rows, (N,) float64."""
     info: RowInfo
-    """Of this rank's rows."""
+    """Labels, weights and samples of this rank's rows."""
 
 
 def sketch(
@@ -193,19 +193,19 @@ def sketch(
     no_labels: Tensor = NO_CLASSES,
     kept: Tensor | None = None,
 ) -> Sketch:
-    """Return what one pass over all ranks' rows tells of their leading directions and of each row's size. Collective.
+    """Sketch the covariance of all ranks' rows and estimate the size of each row, in one pass. Collective.
 
-    Of this rank's rows only those that are `kept`, (N,) bool, count in the product.
+    Only this rank's rows in the mask `kept`, (N,), count in the product.
     """
     scaled = test_matrix(rows.width, columns) * standard.scale[:, None]
     factor, shift = scaled.float(), (standard.offset @ scaled).float()
-    # The last row sums the products themselves: with it the mean can be taken off afterwards.
+    # The last row sums the products, for subtracting the mean afterwards.
     sums = torch.zeros(rows.width + 1, scaled.shape[1], dtype=torch.float64)
     sizes, infos, place = [torch.zeros(0, dtype=torch.float64)], [RowInfo.none(no_labels)], 0
     for chunk in rows.chunks():
         features = standard.taken(chunk.features)
         products = features @ factor - shift
-        # The mean square over random signs is that of the row itself.
+        # The mean square over random signs estimates that of the row.
         sizes.append(products.double().square().mean(1))
         infos.append(chunk.info)
         if kept is not None:
@@ -219,38 +219,38 @@ def sketch(
 
 
 SUSPECT = 5.0
-"""Times as far from the mean as most rows: from here on moments are looked at without a row."""
+"""Distance from the mean, relative to the median, from which moments are recomputed without a row."""
 EXTREME = 30.0
-"""Times as far from the mean of the others as these are: such a row is left out, lest it alone makes the scale."""
+"""Distance from the mean of the others, relative to theirs, from which a row is an outlier and is removed."""
 MOST_EXTREME = 0.05
-"""Of all samples; more are no few damaged ones."""
+"""Largest share of outliers among all samples."""
 
 
 class Prepared(NamedTuple):
-    """Rows ready to be fitted: without extreme ones, and with what a solver is started and steered by."""
+    """Rows without outliers, with their standardisation and sketch."""
 
     rows: Rows
     used: Tensor
-    """(N,) bool, which of this rank's rows these are."""
+    """Mask of this rank's rows that are kept, (N,) bool."""
     standard: Standard
     product: Tensor
-    """See `Sketch`."""
+    """Product of the covariance, see `Sketch`."""
     passes: int
-    """Over the rows."""
+    """Number of passes over the rows."""
     info: RowInfo
-    """Of this rank's rows that are used."""
+    """Labels, weights and samples of this rank's kept rows."""
     left_out: tuple[int, ...] = ()
-    """The samples of all ranks that are not used, ascending."""
+    """Outlier samples of all ranks, ascending."""
 
 
 def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor = NO_CLASSES) -> Prepared:
-    """Return the rows of all ranks but those of extreme samples, their moments and their sketch. Collective.
+    """Remove outliers, and return the remaining rows with their moments and sketch. Collective.
 
-    One row whose features are a thousand times as large as all others' makes the variance of every feature: what tells
-    the others apart is then rounding. A sample is extreme where the others, measured without it, lie close together.
+    A single row with features a thousand times larger than all others dominates every variance, and reduces the others
+    to rounding noise. A sample is an outlier if the others, measured without it, are close together.
 
     Raises:
-        FeaturesError: a feature is NaN or infinite, or too many samples are extreme; on all ranks.
+        FeaturesError: a feature is NaN or Inf, or too many samples are outliers; on all ranks.
         UsageError: no rank has a row.
     """
     standard = measure(rows, world=world)
@@ -261,7 +261,7 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor 
     if not suspects:
         return Prepared(rows, everything, standard, found.product, 2, found.info)
     passes, known = 2, list[int]()
-    # The farthest row also hides those that are less far, as it makes the scale: until no other one shows.
+    # The farthest row determines the scale and hides nearer outliers, so repeat until there are no more.
     while suspects != known:
         known, others = suspects, ~torch.isin(found.info.samples, torch.tensor(suspects))
         without = measure(SomeRows(rows, others), world=world)
@@ -282,21 +282,21 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor 
 
 
 def check_extreme(extreme: list[int], found: Sketch, *, world: World) -> None:
-    """Raise FeaturesError, on all ranks, where too many samples are extreme to be damaged ones. Collective."""
+    """Raise FeaturesError, on all ranks, if too many samples are outliers. Collective."""
     count = sum(world.allgather_object(len(found.info.samples.unique()), name="head.samples"))
     if len(extreme) > max(1, MOST_EXTREME * count):
         raise FeaturesError(
-            f"head fit: the features of {len(extreme)} of {count} samples lie more than {EXTREME:.0f} times as far "
-            f"from the others as these do from each other, which no head can be fitted to: {numbered(extreme)}; look "
-            "at these images, at the normalisation (--mean, --std) and at the weights",
+            f"head fit: the features of {len(extreme)} of {count} samples are outliers, more than "
+            f"{EXTREME:.0f} times the spread of the others away: {numbered(extreme)}; check these "
+            f"images, the normalisation (--mean, --std) and the weights",
             extreme,
         )
 
 
 def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> list[int]:
-    """Return the samples of all ranks with a row more than `times` as far from the mean as the median row. Collective.
+    """Return the samples of all ranks with a row more than `times` the median distance from the mean. Collective.
 
-    `usual` are the sizes of this rank's rows among which the median is looked for; it is known to a factor of 2.
+    `usual` are the sizes of this rank's rows for the median, which is exact to a factor of 2.
     """
     halves = torch.zeros(BINS, dtype=torch.int64)
     exponents = usual.clamp(min=torch.finfo(torch.float64).tiny).log2().ceil().clamp(-BINS // 2, BINS // 2 - 1)
@@ -309,9 +309,9 @@ def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> lis
 
 
 def without_whole_classes(samples: list[int], found: Sketch, *, world: World) -> list[int]:
-    """Return those of the samples of whose class there are others; all where labels are no classes. Collective.
+    """Return `samples` without whole classes; all of them for other labels. Collective.
 
-    Where all of a class lie far from the rest, that is what it looks like.
+    A class whose samples are all far from the rest is not damaged.
     """
     chosen = torch.isin(found.info.samples, torch.tensor(samples, dtype=torch.int64))
     if found.info.labels.dim() > 1:
@@ -324,20 +324,20 @@ def without_whole_classes(samples: list[int], found: Sketch, *, world: World) ->
 
 
 BINS = 256
-"""Powers of two by which distances are counted, so that all ranks come to the same median."""
+"""Number of histogram bins of distances, in powers of two, which give all ranks the same median."""
 
 
 def test_matrix(width: int, columns: int = RANK) -> Tensor:
-    """Return (D, K) of random signs, float64: exact on every machine, which draws of other laws need not be."""
+    """Return random signs, (D, K) float64, which are equal on every machine, unlike other distributions."""
     generator = torch.Generator().manual_seed(SEED)
     signs = torch.randint(0, 2, (width, min(columns, width)), generator=generator)
     return (2 * signs - 1).double()
 
 
 def covariance(product: Tensor) -> Covariance:
-    """Return the leading part of any symmetric matrix A from `product` = A T, (D, K), of `sketch`."""
+    """Return the leading eigenvectors of a symmetric matrix A from `product` = A T, (D, K), of `sketch`."""
     matrix = test_matrix(*product.shape)
-    # A little of the identity keeps the small matrix positive definite; it is taken off again at the end.
+    # A small multiple of the identity keeps the matrix positive definite; it is subtracted at the end.
     lift = 1e-6 * float(product.norm()) / float(matrix.norm()) + torch.finfo(torch.float64).tiny
     lifted = product + lift * matrix
     core = matrix.t() @ lifted

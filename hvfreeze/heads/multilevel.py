@@ -1,4 +1,4 @@
-"""Models whose head can be solved: as chains of two blocks, the features, which are frozen, and one layer."""
+"""Models with a fitted head, as chains of two blocks: the frozen features and one layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SolvableHead = nn.Linear | KernelHead
 
 
 class MultiLevelClassifier(nn.Module):
-    """Images, (B, C, H, W), to logits, (B, classes), by every block of a chain and one layer on all of them.
+    """A classifier with one layer on the features of all blocks of a chain, from (B, C, H, W) to (B, classes).
 
-    The chain's own head is kept where its parameters are, unused, so that the body loads wherever the model did.
-    Standardisation is part of the linear layer. `state_dict()` has the model's entries under `body.`, the layer's as
+    The chain's own head stays in the model, unused, so that the body's state fits the original model. Standardisation
+    is part of the linear layer. `state_dict()` has the model's entries under `body.`, the layer's as
     `head.weight`, (classes, D), and `head.bias`, (classes,); with `kernel` the layer is a `KernelHead`.
 
         classifier = MultiLevelClassifier(chain, classes=10, pool=4, example=images)
@@ -42,10 +42,11 @@ class MultiLevelClassifier(nn.Module):
         tokens: str = "mean",
         biased: bool = False,
     ) -> None:
-        """Take a chain, whose model becomes part of this module; `example`, (B, ...), tells the number of features.
+        """Take a chain, whose model becomes part of this module; `example`, (B, ...), determines the number of
+        features.
 
-        With `reads_mirrored` features are the mean of an image's and its mirror image's. `tokens` is `every_block`'s. A
-        kernel head that is `biased` has a number that is added to each logit.
+        With `reads_mirrored`, features are averaged over horizontal flips. For `tokens` see `every_block`. With
+        `biased`, a kernel head adds a bias to each logit.
         """
         super().__init__()
         self.body = chain.model
@@ -56,7 +57,7 @@ class MultiLevelClassifier(nn.Module):
         width = self._width(example)
         self.head = KernelHead(width, classes, bias=biased) if kernel else nn.Linear(width, classes)
         with torch.no_grad():
-            # Nothing random: until it is solved, the head says nothing.
+            # Zeros instead of random weights: before the fit all logits are equal.
             for parameter in self.head.parameters():
                 parameter.zero_()
 
@@ -66,11 +67,11 @@ class MultiLevelClassifier(nn.Module):
         return logits
 
     def features(self, images: Tensor) -> Tensor:
-        """Return every block's features, (B, D) float32."""
+        """Return the features of all blocks, (B, D) float32."""
         return self._features(images)
 
     def chain(self) -> Chain:
-        """Return this module as a chain of two blocks, features and head; the body's unused head is in neither."""
+        """Return this module as a chain of two blocks, features and head, without the body's unused head."""
         body = self._body_chain
         stop = len(body.blocks) - 1
         features = Block(
@@ -85,7 +86,7 @@ class MultiLevelClassifier(nn.Module):
         return Chain(self, (features, Block("head", (self.head,), (self.head,), parameters, buffers)))
 
     def make_room(self, state: Mapping[str, Tensor]) -> None:
-        """Give a `KernelHead` as many centres as there are in `state`, a state_dict of such a classifier."""
+        """Allocate the centres of a `KernelHead` for `state`, a state_dict of such a classifier."""
         centres = state.get("head.centres")
         if isinstance(self.head, KernelHead) and centres is not None and centres.dim() == 2:
             self.head.hold(len(centres))
@@ -105,10 +106,10 @@ def solvable_chain(
     reads_mirrored: bool = False,
     biased: bool = False,
 ) -> Chain:
-    """Return the chain of two blocks, features and head, whose head the settings ask to be solved.
+    """Return the chain of two blocks, features and head, whose head is to be fitted.
 
-    The model stays as it is and becomes part of the result; of `example`, (B, C, H, W), only the shape counts.
-    `reads_mirrored` and `biased` are `MultiLevelClassifier`'s.
+    The model is unchanged and becomes part of the result; `example`, (B, C, H, W), gives the shape alone. For
+    `reads_mirrored` and `biased` see `MultiLevelClassifier`.
 
     Raises:
         UsageError: the model has no such head.
@@ -138,7 +139,7 @@ def solvable_chain(
 
 
 def head_of(chain: Chain) -> SolvableHead:
-    """Return the layer that is the head of a `solvable_chain`."""
+    """Return the head layer of a `solvable_chain`."""
     (layer,) = chain.blocks[-1].steps
     assert isinstance(layer, (nn.Linear, KernelHead)), "no chain of solvable_chain"
     return layer
@@ -146,14 +147,14 @@ def head_of(chain: Chain) -> SolvableHead:
 
 @torch.no_grad()
 def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
-    """Make the solved head the layer's; a kernel head's centres are then one tensor with `fit.centres`."""
+    """Copy a fit into the head layer; the centres of a kernel head are shared with `fit.centres`."""
     if isinstance(fit, KernelFit):
         assert isinstance(layer, KernelHead)
-        # Not copied: of many rows, two of them would be much of what a rank has.
+        # Not copied: for many rows a copy would take much of a rank's memory.
         layer.centres, layer.weight.data = fit.centres, fit.weight
         layer.projection.copy_(fit.projection)
         layer.shift.copy_(fit.shift)
-        assert layer.bias is not None or not fit.bias.any(), "a head without bias takes no fit with one"
+        assert layer.bias is not None or not fit.bias.any(), "a head without bias cannot take a fit with one"
         if layer.bias is not None:
             layer.bias.copy_(fit.bias)
         return

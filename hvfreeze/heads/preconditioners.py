@@ -1,9 +1,9 @@
-"""What conjugate gradients are preconditioned by: the same problem with few centres, solved by a Cholesky factor.
+"""Preconditioners for conjugate gradients: the same problem with few centres, by Cholesky factorisation.
 
-With centres C, K_C' W K_C + penalty K_CC is the matrix of kernel ridge regression whose solution has weights for
-centres alone (Rudi, Carratino and Rosasco, "FALKON: An Optimal Large Scale Kernel Method", NIPS 2017). Its factor from
-a sample of the rows preconditions a problem with as many centres. By the formula of Woodbury, the factor from few
-centres (Williams and Seeger, NIPS 2000) preconditions the problem in which all rows are centres.
+With centres C, K_C' W K_C + penalty K_CC is the matrix of kernel ridge regression with weights for centres alone (Rudi,
+Carratino and Rosasco, "FALKON: An Optimal Large Scale Kernel Method", NIPS 2017). Its factor from a sample of the rows
+preconditions a problem with as many centres. By the Woodbury identity, the factor from few centres (Williams and
+Seeger, NIPS 2000) preconditions the problem in which all rows are centres.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from hvfreeze.heads.kernel_products import TILE, gaussian
 
 CENTRES = 1024
-"""Nystrom centres, where all rows are compared with each other."""
+"""Number of Nystrom centres of the preconditioner, if all rows are centres of the problem."""
 JITTER = 1e-7
-"""Added to the diagonal, as a share of its mean, and ten times as much until a factor is found: equal centres."""
+"""Share of the diagonal's mean that is added to it, times 10 until the factorisation succeeds, for equal centres."""
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Return the factor of a positive matrix, (M, M) float64, that rounding may have left a little less than that.
+    """Return the Cholesky factor of a positive definite matrix, (M, M) float64, up to rounding.
 
-    As much is added to its diagonal as that takes; `matrix` is overwritten.
+    Adds to the diagonal until the factorisation succeeds; overwrites `matrix`.
     """
     mean, added = float(matrix.diagonal().mean()), JITTER
     matrix.diagonal().add_(JITTER * mean)
@@ -38,25 +38,26 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def centres_inverse(centres: Tensor, normal: Tensor, penalty: float) -> Callable[[Tensor], Tensor]:
-    """Return what multiplies by (`normal` + penalty K_CC)^-1, for `normal`, (M, M), about K_C' W K_C."""
+    """Return the function that multiplies by (`normal` + penalty K_CC)^-1, for `normal`, (M, M), about K_C' W K_C."""
     factor = cholesky(normal.double().add_(gaussian(centres, centres), alpha=penalty))
     return lambda vectors: torch.cholesky_solve(vectors, factor)
 
 
 class NystromInverse:
-    """About (S K S + penalty)^-1, for K of all rows, (N, N), and diagonal S: the roots of the rows' weights.
+    """The Nystrom approximation of (S K S + penalty)^-1 for the Gram matrix K, (N, N), and the diagonal S of root
+    weights.
 
-    With K about C K_CC^-1 C' + rest, where C compares all rows with some of them, the centres, and delta =
-    penalty + rest, it is (1 - S C (delta K_CC + C' S^2 C)^-1 C' S) / delta. There is a factor for each S.
+    With K about C K_CC^-1 C' + rest, where C has the kernel values of rows and centres, and delta = penalty + rest, it
+    is (1 - S C (delta K_CC + C' S^2 C)^-1 C' S) / delta. Each S has its own factor.
     """
 
     def __init__(self, rows: Tensor, roots: Sequence[Tensor], penalty: float, *, centres: int = CENTRES) -> None:
-        """Take the projected rows, (N, K) float32, each (N,) float64 S, 0 for left-out rows, and the penalty.
+        """Take the projected rows, (N, K) float32, each S, (N,) float64 with 0 for excluded rows, and the penalty.
 
-        Not a collective. Rows that an S leaves out are in the first one.
+        Not a collective. The first S includes all rows.
         """
         chosen = rows[:: -(-len(rows) // centres)]
-        # Allocated at once, as `CentreProducts.answers`.
+        # Allocated at once, like in `CentreProducts.answers`.
         self._values = torch.empty(len(rows), len(chosen))
         normals = [torch.zeros(len(chosen), len(chosen), dtype=torch.float64) for _ in roots]
         weights = [root.square().float() for root in roots]
@@ -64,7 +65,7 @@ class NystromInverse:
             part = slice(start, start + TILE)
             tile = self._values[part].copy_(gaussian(rows[part], chosen))
             for number, normal in enumerate(normals):
-                # A later one differs from the first in the rows that it leaves out alone.
+                # Later ones differ from the first only in the excluded rows.
                 weight = weights[number][part] - (weights[0][part] if number else 0)
                 some = weight != 0
                 normal += tile[some].t() @ (tile[some] * weight[some, None])
@@ -78,7 +79,7 @@ class NystromInverse:
         ]
 
     def times(self, vectors: Tensor, which: Tensor) -> Tensor:
-        """Return the product with `vectors`, (N, C) float64, of the S of number `which`, (C,) int64, for each."""
+        """Return the product with `vectors`, (N, C) float64; `which`, (C,) int64, is the index of S for each column."""
         scaled = torch.empty(vectors.shape)
         groups = [(root[:, None], factor, which == number) for number, (root, factor) in enumerate(self._parts())]
         for root, _, some in groups:

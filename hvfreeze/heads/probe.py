@@ -1,7 +1,7 @@
-"""How good a network's features are: the held-out loss of a small head on every block's features of some samples.
+"""Probe a network's features: the held-out loss of a small head on the features of all blocks.
 
-A network's own loss on held-out samples does not tell whether fine-tuning pays: it rises in the middle of any tuning,
-and falls when the learning rate does. A head that is fitted to the features before and after does.
+The network's own held-out loss does not show whether fine-tuning helps: it rises in the middle of training and falls
+with the learning rate. A head fitted to the features before and after does.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from hvfreeze.model.modes import in_evaluation, in_precision, state_kept
 from hvfreeze.tasks import Task
 
 RENEWED = 256
-"""Samples of all ranks, about, whose statistics BatchNorm has while it is probed."""
+"""Approximate number of samples, over all ranks, for BatchNorm's statistics during a probe."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
-"""Samples of all ranks, about, that heads are fitted to, and their share of all between these; half as many judge."""
+"""Least and largest number of samples, over all ranks, that heads are fitted to, and their share of all samples between
+these; half as many evaluate."""
 COMPONENTS = 256
-"""Principal components of the features; from so few samples more components tell no more."""
+"""Number of principal components of the features; more do not help with so few samples."""
 PENALTY = 0.01
-"""Of the last layer under which fine-tuning with AdamW begins."""
+"""Ridge penalty of the last layer at the start of fine-tuning with AdamW."""
 
 
 def seen_by(samples: int) -> tuple[int, int]:
-    """Return to how many of so many samples heads are fitted, and how many others judge them."""
+    """Return the number of samples that heads are fitted to, and the number of evaluating samples."""
     fitted = int(min(MOST_FITTED, max(FEWEST_FITTED, FITTED * samples)))
     return fitted, fitted // 2
 
 
 class HeldOut(NamedTuple):
-    """This replica's samples that tuning leaves out, and their images."""
+    """This replica's held-out samples and their images."""
 
     images: Inputs
     batches: Sequence[Batch]
@@ -52,42 +53,42 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Fits heads to the features of some samples, the same ones each time."""
+    """A probe that fits heads to the features of a fixed subset of samples."""
 
     feed: TrainFeed
-    """Without the samples that are held out."""
+    """Training samples without the held-out ones."""
     images: Images
-    """Of those, with `held_out`."""
+    """Images of the training and the held-out samples."""
     held_out: Sequence[Batch]
     seen: tuple[int, int]
-    """To how many samples of all ranks heads are fitted, about, and how many held-out ones judge them."""
+    """Approximate number of samples, over all ranks, that heads are fitted to, and that evaluate them."""
     task: Task
     pool: int
     tokens: str
     precision: str
     world: World
     learned_from: int | None = None
-    """First block whose BatchNorm has learned its statistics from training batches; None where none has."""
+    """First block whose BatchNorm statistics come from training batches; None if there is none."""
 
     def fit_last_layer(self, chain: Chain) -> None:
-        """Fit the model's own last layer, under which tuning begins, to the samples. Collective."""
+        """Fit the model's own last layer to the samples, before fine-tuning. Collective."""
         seen = self._see(chain)
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
         labels = seen.labels[~seen.held]
         rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels))
         _, layer = before_last_layer(chain)
         fit = fit_linear(rows, task=self.task, world=self.world, penalties=(PENALTY,))
-        assert fit is not None, "nobody stops it"
+        assert fit is not None, "a fit without `stop` runs to its end"
         take(layer, fit)
 
     def loss(self, chain: Chain, *, is_tuned: bool) -> float:
-        """Return the held-out loss of a kernel head on every block's features. Collective.
+        """Return the held-out loss of a kernel head on the features of all blocks. Collective.
 
-        Running statistics of BatchNorm lag behind blocks fine-tuned at a large rate. So BatchNorm then has those of
-        some samples; where nothing was fine-tuned, the pretrained ones are better. The model stays as it is.
+        BatchNorm's running statistics lag behind blocks that are fine-tuned at a large rate, so the probe recomputes
+        them after fine-tuning; before it, the pretrained ones are better. The model is unchanged.
 
         Raises:
-            NumericsError: a feature is not finite; on all ranks.
+            NumericsError: a feature is NaN or Inf; on all ranks.
         """
         with state_kept(chain.model):
             if is_tuned:
@@ -96,19 +97,19 @@ class Probe:
 
     @torch.no_grad()
     def _renew_statistics(self, chain: Chain) -> None:
-        """Give BatchNorm the statistics of some samples of all ranks. Collective."""
+        """Set BatchNorm's statistics to those of a subset of all ranks' samples. Collective."""
         known = [] if self.learned_from is None else chain.modules(self.learned_from)
         norms = [module for module in known if isinstance(module, _BatchNorm) and module.running_mean is not None]
         if not norms:
             return
-        # BatchNorm cannot learn from one value.
+        # BatchNorm needs more than one value.
         batches = [batch for batch in self._fitted(RENEWED) if batch.counted > 1]
         seen, momenta = sum(batch.counted for batch in batches), [norm.momentum for norm in norms]
         with in_evaluation(chain.model), in_precision(self.precision):
             for norm in norms if batches else ():
                 norm.train()
                 norm.reset_running_stats()
-                # All batches count alike.
+                # All batches have equal weights.
                 norm.momentum = None
             try:
                 for batch in batches:
@@ -122,13 +123,13 @@ class Probe:
         everyones = self.world.allreduce_sum(flat, name="trial.statistics")
         start = 1
         for buffer in buffers:
-            # Where nobody has two samples, they stay as they are.
+            # If no rank has two samples, the statistics are unchanged.
             if everyones[0] > 0:
                 buffer.copy_(everyones[start : start + buffer.numel()] / everyones[0])
             start += buffer.numel()
 
     def _fitted(self, count: int) -> list[Batch]:
-        """Return this replica's part of so many samples, about, that heads are fitted to."""
+        """Return this replica's share of the `count` samples, approximately, that heads are fitted to."""
         return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
     def _solved(self, seen: Seen, *, is_tuned: bool) -> float:
@@ -142,12 +143,12 @@ class Probe:
             world=self.world,
             memory_bytes=memory_budget(self.world.local_size),
         )
-        assert fit is not None and fit.chosen is not None, "nobody stops it"
+        assert fit is not None and fit.chosen is not None, "a fit without `stop` runs to its end"
         return fit.chosen.held_out_loss
 
     @torch.no_grad()
     def _see(self, chain: Chain) -> Seen:
-        """Return the features of some samples that heads are fitted to, and of some held-out ones."""
+        """Return the features of a subset of training samples and of held-out samples."""
         fitted = self._fitted(self.seen[0])
         held = first_of(self.held_out, max(1, self.seen[1] // len(self.feed.plan.shards)), rows=self.feed.rows)
         steps, _ = before_last_layer(chain)
@@ -175,14 +176,14 @@ class Probe:
 
 
 class Seen(NamedTuple):
-    """Some samples of a rank."""
+    """The features and labels of a subset of a rank's samples."""
 
     every_block: Tensor
-    """(N, D): every block's features."""
+    """Features of all blocks, (N, D)."""
     last: Tensor
-    """(N, K): what the model's last layer takes."""
+    """Input of the model's last layer, (N, K)."""
     labels: Tensor
     held: Tensor
-    """(N,) bool: whether it is held out."""
+    """Mask of held-out samples, (N,) bool."""
     samples: Tensor
-    """(N,) int64: what they are views of, so that no head which judges one view of a sample is fitted to another."""
+    """Sample id of each row, (N,) int64, so that its augmented views are evaluated together."""

@@ -1,7 +1,7 @@
-"""Projected features: each row as its leading principal components, scaled for a Gaussian kernel.
+"""Projected features: the leading principal components of each row, scaled for a Gaussian kernel.
 
-Of many rows a sample decides the projection, and features are not kept: each row is needed once. Projected features of
-all ranks are gathered where the kernel needs them.
+For many rows a subset determines the projection, and features are not stored: each row is needed once. Projected
+features of all ranks are gathered for the kernel.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ from hvfreeze.heads.moments import (
 from hvfreeze.heads.rows import RowInfo, WholeRows, gather
 
 MOST_COMPONENTS = 512
-"""Principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
+"""Largest number of principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
 WHITENING = 0.15
-"""Each component is divided by its variance to this power; chosen on held-out rows of one seed of CIFAR-10."""
+"""Power of the variance that divides each component; chosen on held-out rows of one seed of CIFAR-10."""
 LEAST_VARIANCE = 1e-7
-"""Share of all variance below which a component is rounding of float32."""
+"""Share of the total variance below which a component is float32 rounding noise."""
 DISTANCE = 1.5
-"""Mean squared distance of two projected rows, the kernel's bandwidth; chosen with `WHITENING`."""
+"""Mean squared distance of two projected rows, which sets the kernel's bandwidth; chosen with `WHITENING`."""
 
 
 class Projected(NamedTuple):
-    """This rank's rows after projection, without those that are left out."""
+    """This rank's projected rows, without outliers."""
 
     rows: Tensor
-    """(B, K) float32: P x + p."""
+    """Projected features P x + p, (B, K) float32."""
     info: RowInfo
     used: Tensor
-    """(rows,) bool, which of this rank's rows these are."""
+    """Mask of this rank's rows that are kept, (rows,) bool."""
     projection: Tensor
-    """P, (K, D) float32, equal on all ranks."""
+    """Projection matrix P, (K, D) float32, equal on all ranks."""
     shift: Tensor
-    """p, (K,) float32."""
+    """Shift p, (K,) float32."""
     left_out: tuple[int, ...]
-    """Samples of all ranks that are left out, ascending."""
+    """Outlier samples of all ranks, ascending."""
     passes: int
-    """Over rows of features; a pass over a sample counts as one."""
+    """Number of passes over the features; a pass over a subset counts as one."""
 
 
 @dataclass(frozen=True)
 class AllRows(RowInfo):
-    """What is known of the rows of all ranks, in the order of samples, the same on every rank."""
+    """Labels, weights and samples of all ranks' rows, in the order of samples, the same on every rank."""
 
     own: Tensor
-    """(B,) int64, the places of this rank's own rows, in their order."""
+    """Indices of this rank's rows, in their order, (B,) int64."""
 
     def only(self, kept: Tensor) -> AllRows:
-        """Return those of the rows of which `kept`, (N,) bool, is true."""
+        """Return the rows in the mask `kept`, (N,)."""
         return AllRows(**vars(super().only(kept)), own=self.places(kept))
 
     def places(self, kept: Tensor) -> Tensor:
-        """Return the places of this rank's own rows among those of which `kept`, (N,) bool, is true."""
+        """Return the indices of this rank's rows among the rows in the mask `kept`, (N,)."""
         return (kept.cumsum(0) - 1)[self.own[kept[self.own]]]
 
     def part(self, most: int) -> Tensor:
-        """Return, (N,) bool, all views of evenly spread samples, at most about `most` rows.
+        """Return a mask of all views of evenly spaced samples, about `most` rows at most, (N,).
 
-        Where no held-out ones are among them, with all of these: they are few then.
+        If it contains no held-out rows, all of these are added; there are few of them then.
         """
         step = -(-len(self.samples) // most)
         if step < 2:
@@ -84,7 +84,7 @@ class AllRows(RowInfo):
         return some if (some & self.held_out).any() else some | self.held_out
 
     def spread(self, count: int) -> Tensor:
-        """Return, (N,) bool, `count` rows, as evenly spread over the samples as can be."""
+        """Return a mask of `count` rows, spread evenly over the samples, (N,)."""
         rows = len(self.samples)
         kept = torch.zeros_like(self.held_out)
         kept[torch.arange(min(count, rows)) * rows // max(1, min(count, rows))] = True
@@ -99,12 +99,12 @@ def project_rows(
     stop: Callable[[int], bool],
     no_labels: Tensor = NO_CLASSES,
 ) -> Projected | None:
-    """Return this rank's rows as so many components at most, None where some rank wants to stop. Collective.
+    """Project this rank's rows to at most `components` components; None if a rank stops the fit. Collective.
 
-    `stop` is called with the number of this rank's rows that have been read, after every chunk.
+    `stop` is called after every chunk with the number of this rank's rows read.
 
     Raises:
-        FeaturesError: a feature is NaN or infinite, or too many samples are extreme; on all ranks.
+        FeaturesError: a feature is NaN or Inf, or too many samples are outliers; on all ranks.
         UsageError: no rank has a row.
     """
     offered = rows.sample()
@@ -130,7 +130,7 @@ def _project_streamed(
     stop: Callable[[int], bool],
     no_labels: Tensor,
 ) -> Projected | None:
-    """Pass over all rows once, with the projection that a sample has decided; without extreme rows. Collective."""
+    """Project all rows in one pass, with the projection of a subset, without outliers. Collective."""
     projected, infos = torch.zeros(rows.count, len(matrix)), [RowInfo.none(no_labels)]
     done, stopped = 0, False
     for chunk in rows.chunks():
@@ -156,13 +156,13 @@ def _project_streamed(
 
 
 def _check_finite(damaged: Tensor, *, world: World) -> None:
-    """Raise FeaturesError, on all ranks, where any has `damaged` samples, by number."""
+    """Raise FeaturesError, on all ranks, if any has `damaged` samples, by number."""
     everyones = world.allgather_object(damaged.unique().tolist(), name="head.damaged")
     samples = sorted({sample for theirs in everyones for sample in theirs})
     if samples:
         raise FeaturesError(
-            f"head fit: features are NaN or infinite, or their squares are, in {numbered(samples)}: the weights or the "
-            "images are damaged, or the precision is too small for the network",
+            f"head fit: features, or their squares, are NaN or Inf in {numbered(samples)}; check the "
+            f"weights and these images, or use --precision float32",
             samples,
         )
 
@@ -170,14 +170,14 @@ def _check_finite(damaged: Tensor, *, world: World) -> None:
 def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
     """Return P, (K, D), and p, (K,), float32, equal on all ranks: P x + p are a row's components. Collective.
 
-    K is the number of the sketch's columns.
+    K is the number of columns of the sketch.
     """
     product, standard = prepared.product, prepared.standard
     width = product.shape[1]
     matrix, shift = torch.zeros(width, len(product)), torch.zeros(width)
     if world.rank == 0:
         leading = covariance(product)
-        # A feature that varies at all has variance 1 here: where none does, no component is left.
+        # Varying features have variance 1 here; if all are constant, no component remains.
         kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
         variances = leading.values[kept].pow(1 - 2 * WHITENING)
         size = (DISTANCE / (2 * variances.sum())).sqrt()
@@ -191,12 +191,12 @@ def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
 
 
 def gather_info(mine: RowInfo, *, world: World) -> AllRows:
-    """Return what is known of all ranks' rows. Collective.
+    """Gather the labels, weights and samples of all ranks' rows. Collective.
 
-    Rows stand in the order of their samples, so that what is chosen among them does not depend on who holds which.
+    Rows are in the order of their samples, so that choices do not depend on the sharding.
     """
     counts = world.allgather_object(len(mine.samples), name="head.counts")
-    # Of samples that two ranks give one number, each is its own.
+    # Equal sample numbers on two ranks are different samples.
     samples = gathered(mine.samples * world.size + world.rank, counts, world=world)
     order = samples.argsort(stable=True)
     place = torch.empty_like(order)
@@ -212,7 +212,7 @@ def gather_info(mine: RowInfo, *, world: World) -> AllRows:
 
 
 def gather_projected(mine: Tensor, everyone: AllRows, kept: Tensor, *, world: World) -> Tensor:
-    """Return the projected rows, (N', K), of all ranks of which `kept`, (N,) bool, is true. Collective.
+    """Gather the projected rows of all ranks in the mask `kept`, (N,), to (N', K). Collective.
 
     `mine` are this rank's rows, (B, K).
     """
@@ -228,7 +228,7 @@ def gather_projected(mine: Tensor, everyone: AllRows, kept: Tensor, *, world: Wo
 
 
 def gathered(mine: Tensor, counts: Sequence[int], *, world: World) -> Tensor:
-    """Return all ranks' rows of `mine`, (N, ...), in rank order; `counts` has each rank's number. Collective."""
+    """Gather the rows `mine` of all ranks in rank order, (N, ...); `counts` has the number of each rank. Collective."""
     whole = torch.zeros(sum(counts), *mine.shape[1:], dtype=mine.dtype)
     for root, part in enumerate(whole.split(list(counts))):
         if root == world.rank:

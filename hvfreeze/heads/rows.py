@@ -1,4 +1,4 @@
-"""A rank's labelled rows of features, passed over again and again; they never leave the rank."""
+"""A rank's labelled rows of features, which are read repeatedly and never leave the rank."""
 
 from __future__ import annotations
 
@@ -13,86 +13,86 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.data.batches import Batch, grouped
+from hvfreeze.data.batches import Batch, group_batches
 
 CHUNK_ROWS = 512
-"""Rows in a chunk, at least: in smaller ones the calls cost as much as the products."""
+"""Least number of rows per chunk; in smaller ones, calls take as long as products."""
 
 
 @dataclass(frozen=True)
 class RowInfo:
-    """What is known of some rows beside their features."""
+    """The labels, weights and samples of rows."""
 
     labels: Tensor
-    """(B,) int64 classes, or (B, outputs) numbers; see `tasks`."""
+    """Labels: classes, (B,) int64, or (B, outputs); see `tasks`."""
     held_out: Tensor
-    """(B,) bool; these rows choose the penalty and are not fitted until then. Views of one sample go together."""
+    """Mask of held-out rows, (B,) bool, which choose the penalty before the final fit. Views stay together."""
     samples: Tensor
-    """(B,) int64: the rows of one number are views of one sample; all of them are this rank's."""
+    """Sample of each row, (B,) int64; its augmented views are on the same rank."""
     weights: Tensor
-    """(B,) float32, above 0: how much a row's error counts."""
+    """Weight of each row in the loss, above 0, (B,) float32."""
 
     def only(self, kept: Tensor) -> RowInfo:
-        """Return the rows of which `kept`, (B,) bool, is true."""
+        """Return the rows in the mask `kept`, (B,)."""
         return RowInfo(*(getattr(self, field.name)[kept] for field in fields(RowInfo)))
 
     @classmethod
     def none(cls, no_labels: Tensor) -> RowInfo:
-        """Return what is known of no rows."""
+        """Return an empty instance."""
         return cls(no_labels, torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
 
     @classmethod
     def together(cls, parts: Sequence[RowInfo]) -> RowInfo:
-        """Return all parts as one."""
+        """Concatenate parts."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(RowInfo)))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of a rank's rows."""
+    """A chunk of a rank's rows."""
 
     features: Tensor
-    """(B, D) float32, float16 or bfloat16; read, never written."""
+    """Features, (B, D) float32, float16 or bfloat16; read-only."""
     info: RowInfo
 
     def __len__(self) -> int:
         return len(self.features)
 
     def only(self, kept: Tensor) -> Chunk:
-        """Return the rows of which `kept`, (B,) bool, is true."""
+        """Return the rows in the mask `kept`, (B,)."""
         return Chunk(self.features[kept], self.info.only(kept))
 
 
 class Rows(Protocol):
-    """A rank's rows; `width` is D, the number of features, equal on all ranks, also on one without rows."""
+    """A rank's rows; `width` is the number of features, D, equal on all ranks, also without rows."""
 
     width: int
 
     def chunks(self) -> Iterable[Chunk]:
-        """Return the rows, the same chunks in the same order in every pass: the bits of all sums depend on them."""
+        """Return the rows in the same chunks and the same order in every pass, which all sums depend on bitwise."""
 
 
 class WholeRows(Rows, Protocol):
-    """All of a rank's rows; of many a few are offered to look at first, and all are then read once."""
+    """All of a rank's rows, with a subset for a first look at many of them."""
 
     count: int
 
     def sample(self) -> Rows | None:
-        """Return a few of the rows, on all ranks alike where there are many; None where they are all to be kept."""
+        """Return a subset of many rows, on all ranks alike; None if all rows stay in memory."""
 
     def forget(self) -> None:
-        """Let go of rows that are kept: no pass follows, or one that fetches them anew."""
+        """Free stored rows; another pass fetches them again."""
 
 
 def fits(rows: int, width: int, memory_bytes: int) -> bool:
-    """Tell whether as many rows of `width` float32 features may be kept in memory."""
+    """Return True if `rows` rows of `width` float32 features fit `memory_bytes`."""
     return rows * width * 4 <= memory_bytes
 
 
 def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
-    """Pass over the rows once, so that those that fit are kept; return whether some rank wants to stop. Collective.
+    """Read the rows once, storing as many as fit; return True if a rank stops the fit. Collective.
 
-    `stop` is called with the number of rows so far, after every chunk; when it returns true, this rank's pass ends.
+    `stop` is called after every chunk with the number of rows so far; True ends this rank's pass.
     """
     count, stopped = 0, False
     for chunk in rows.chunks():
@@ -105,9 +105,9 @@ def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
 
 
 class RowsInMemory:
-    """Rows held as tensors as `Chunk` has them, in chunks of `CHUNK_ROWS`; there may be none.
+    """Rows in memory as tensors, in chunks of `CHUNK_ROWS`; there may be no rows.
 
-    Without `samples` every row is a sample of its own, numbered from `first` on; without `weights` all count alike.
+    Without `samples`, each row is a sample, numbered from `first`. Without `weights`, all rows have weight 1.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RowsInMemory:
         info = self._info
         columns = (self._features, info.labels, info.held_out, info.samples, info.weights)
         for features, *parts in zip(*(column.split(CHUNK_ROWS) for column in columns)):
-            # A tensor without rows still splits into one empty piece.
+            # A tensor without rows splits into one empty piece.
             if len(features):
                 yield Chunk(features, RowInfo(*parts))
 
@@ -138,18 +138,18 @@ class RowsInMemory:
         """Return None: they are in memory."""
 
     def forget(self) -> None:
-        """Keep the tensors, which are the caller's."""
+        """Do nothing: the tensors belong to the caller."""
 
 
 class SomeRows:
-    """Those of a rank's rows of which `kept`, (N,) bool in their order, is true."""
+    """The rows in the mask `kept`, (N,), of a rank's rows."""
 
     def __init__(self, rows: Rows, kept: Tensor) -> None:
         self.width = rows.width
         self._rows, self._kept = rows, kept
 
     def chunks(self) -> Iterator[Chunk]:
-        """Return the chunks with a row that is kept, without the others; a chunk that loses none is not copied."""
+        """Return the chunks without the other rows; complete chunks are not copied."""
         place = 0
         for chunk in self._rows.chunks():
             kept = self._kept[place : place + len(chunk)]
@@ -161,20 +161,20 @@ class SomeRows:
 
 
 class RowsOfBatches:
-    """Rows of a run's batches, a few to a chunk: fetched in every pass, or once where they fit into memory.
+    """Rows from the batches of a run, a few per chunk: fetched in every pass, or once if they fit memory.
 
-    Chunks, and so the bits of all sums, do not depend on whether rows are kept.
+    Chunks, and therefore sums, do not depend on whether rows are stored.
 
     Args:
-        batches: this rank's; may be none.
-        fetch: returns a batch's features, (B, D) float32; padding is cut off here.
+        batches: this rank's batches; may be empty.
+        fetch: returns a batch's features, (B, D) float32; padding is removed here.
         expect: called with the batches that will be fetched next, in order.
-        width: D.
-        held_out: (samples,) for each sample id whether its rows are held out.
-        weights: (samples,) float32, of each sample's rows; None where all count alike.
-        memory_bytes: rows are kept where they take no more.
-        sampled: how many of the batches, the first ones, are the sample, whose rows alone are kept, until all are read;
-            None where all may be.
+        width: number of features, D.
+        held_out: mask of held-out sample ids, (samples,).
+        weights: weight of each sample's rows, (samples,) float32; None is 1.
+        memory_bytes: limit for storing rows.
+        sampled: number of first batches that form the subset; only its rows are stored, until all are read. None if
+            all rows may be stored.
     """
 
     def __init__(
@@ -193,17 +193,17 @@ class RowsOfBatches:
         self._fetch, self._expect, self._held_out, self._weights = fetch, expect, held_out, weights
         each = -(-CHUNK_ROWS // max(1, len(batches[0].ids))) if batches else 1
         first = sampled or 0
-        self._groups = [*grouped(batches[:first], each), *grouped(batches[first:], each)]
+        self._groups = [*group_batches(batches[:first], each), *group_batches(batches[first:], each)]
         self._first = None if sampled is None else -(-first // each)
         self.kept = fits(rows_in(batches if sampled is None else batches[:first]), width, memory_bytes)
         self._chunks: dict[int, Chunk] = {}
 
     def sample(self) -> Rows | None:
-        """Return the rows of the first batches; None where all may be kept."""
+        """Return the rows of the first batches; None if all rows may be stored."""
         return None if self._first is None else FirstRows(self, self._first)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Return a chunk for every few batches, without padding."""
+        """Return chunks of a few batches each, without padding."""
         for number, chunk in enumerate(self.chunks_until(len(self._groups))):
             if self._first is not None:
                 self._chunks.pop(number, None)
@@ -223,12 +223,12 @@ class RowsOfBatches:
             yield chunk
 
     def forget(self) -> None:
-        """Let go of rows that are kept."""
+        """Free stored rows."""
         self._chunks.clear()
 
     def _chunk(self, group: Sequence[Batch]) -> Chunk:
         ids = np.concatenate([batch.ids[: batch.counted] for batch in group])
-        # Copied also where the group is one batch: the next batch may be fetched into the same buffer.
+        # Copied even for a group of one batch: the next batch may reuse the buffer.
         features = torch.cat([self._fetch(batch)[: batch.counted].clone() for batch in group])
         labels = torch.cat([batch.labels[: batch.counted] for batch in group])
         weights = torch.ones(len(ids)) if self._weights is None else torch.from_numpy(self._weights[ids])
@@ -244,5 +244,5 @@ class FirstRows:
 
 
 def rows_in(batches: Sequence[Batch]) -> int:
-    """Return how many rows batches have, without padding."""
+    """Return the number of rows in batches, without padding."""
     return sum(batch.counted for batch in batches)

@@ -1,4 +1,4 @@
-"""The numbers of a fitted head, whichever solver found it."""
+"""The results of a fit that all solvers share."""
 
 from __future__ import annotations
 
@@ -7,70 +7,70 @@ from typing import Any, Protocol
 
 
 class Stopped(Exception):
-    """Some rank wants to stop before there is a solution."""
+    """A rank stopped the fit."""
 
 
 class Stop(Protocol):
-    """Shows the progress of a fit, and tells whether this rank wants to stop."""
+    """A callback for the progress of a fit, which may stop it."""
 
     def __call__(self, rows: int, note: str = "", /) -> bool:
-        """Take how many rows have their features, 0 when all have, and how far the solver is, in words."""
+        """Take the number of rows with features, 0 when all have them, and the solver's progress as text."""
 
 
 @dataclass(frozen=True)
 class PenaltyTrial:
-    """One penalty that was tried, and the result of its head on the held-out rows; accuracy is 0 to 1."""
+    """A penalty and the held-out result of its head; accuracy is 0-1."""
 
     penalty: float
     held_out_loss: float
     held_out_accuracy: float
     steps: int
     whole: bool = True
-    """Whether it was fitted to all rows that are not held out, not to a part of them."""
+    """Whether it was fitted to all rows that are not held out, not to a subset."""
     metrics: dict[str, float] | None = None
-    """Of held-out rows, where more than the accuracy is asked for; of a linear head the chosen penalty's alone."""
+    """Held-out metrics beyond accuracy, if requested; for a linear head of the chosen penalty alone."""
     thresholds: tuple[float, ...] = ()
-    """By which held-out rows would have the best labels, see `tasks.MultiLabel`."""
+    """Best thresholds for the held-out rows, see `tasks.MultiLabel`."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The numbers of a fitted head, equal on all ranks."""
+    """The results of a fit, equal on all ranks."""
 
     penalty: float
-    """The chosen one."""
+    """Chosen ridge penalty."""
     trials: tuple[PenaltyTrial, ...]
-    """In the order tried; empty where the penalty was given."""
+    """Results of all penalties, in order; empty for a given penalty."""
     loss: float
-    """Mean over all rows, without the penalty."""
+    """Mean loss over all rows, without the penalty."""
     rows: int
-    """Of all ranks."""
+    """Number of rows of all ranks."""
     steps: int
-    """Of the last fit, with the chosen penalty."""
+    """Steps of the final fit, with the chosen penalty."""
     passes: int
-    """Over the rows, everything counted."""
+    """Total number of passes over the rows."""
     error: float
-    """Distance of the fit from the exact solution, at most about, as a share of it."""
+    """Estimated bound of the relative error."""
     converged: bool
     """Whether `error` reached the tolerance."""
     exchanged_bytes: int
-    """That each rank gave to allreduces; 0 alone."""
+    """Bytes that each rank sent to allreduces; 0 for a single rank."""
     compared_with: int | None = field(default=None, kw_only=True)
-    """Centres of a kernel head; None for a linear head."""
+    """Number of centres of a kernel head; None for a linear head."""
     left_out: tuple[int, ...] = field(default=(), kw_only=True)
-    """Samples, by number, whose features are so extreme that nothing was fitted to them."""
+    """Outlier samples, by number, which the fit ignores."""
 
     @property
     def chosen(self) -> PenaltyTrial | None:
-        """The trial of the chosen penalty; None where the penalty was given."""
+        """Result of the chosen penalty; None for a given penalty."""
         return next((trial for trial in self.trials if trial.penalty == self.penalty), None)
 
     def numbers(self) -> Solution:
-        """Return it without the tensors, which whoever keeps it would keep."""
+        """Return the results without tensors, which would keep their memory."""
         return Solution(**{each.name: getattr(self, each.name) for each in fields(Solution)})
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers, without the tensors, for a file."""
+        """Return the numbers for a file, without tensors."""
         return {
             **vars(self.numbers()),
             "trials": [asdict(trial) for trial in self.trials],

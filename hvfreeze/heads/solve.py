@@ -1,4 +1,4 @@
-"""A run's head solved: from batches to the layer that fits all ranks' features of them."""
+"""Fit a run's head: from batches to the layer, over all ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.tasks import Task
 
 LINEAR_PASSES, PROJECTION_PASSES = 40, 5
-"""Over the rows, to fit a linear head, and to project rows for a kernel head."""
+"""Passes over the rows for fitting a linear head, and for projecting rows of a kernel head."""
 
 
 @dataclass(frozen=True, eq=False)
 class FitTerms:
-    """On what terms a head is fitted."""
+    """The settings of a fit."""
 
     held_out: NDArray[np.bool_]
-    """(samples,) for each sample id whether it chooses the penalty."""
+    """Mask of the sample ids that choose the penalty, (samples,)."""
     trained: bool
     """Whether the network was trained on the other samples."""
     sampled: int | None
-    """How many of this rank's batches, the first ones, a kernel head looks at first; None where all may be kept."""
+    """Number of this rank's first batches that determine a kernel head's projection; None if all rows may be stored."""
 
 
 def solver_memory(local_size: int) -> int:
-    """Return the bytes that one of so many ranks of a node may take for a solver: half of what is available, shared.
+    """Return the bytes of a rank for a solver: half of the available memory, divided by the ranks of the node.
 
-    To recompute kernel values takes ten times as long as to read them.
+    Memory pays off: recomputing kernel values takes ten times as long as reading them.
     """
     return memory_budget(local_size) * 3 // 2
 
@@ -58,27 +58,27 @@ def solve(
     stop: Stop,
     count: Callable[[Tensor, Tensor, float], None],
 ) -> Solution | None:
-    """Fit `layer` to the rows of all ranks, or return None and leave it where some rank wants to stop. Collective.
+    """Fit `layer` to the rows of all ranks; None if a rank stops the fit, which leaves the layer unchanged. Collective.
 
     Args:
-        rows: this rank's.
-        layer: becomes the solution, the same on every rank.
-        task: what the head answers.
-        terms: by which the rows are marked already.
+        rows: this rank's rows.
+        layer: the layer to fit, the same on every rank.
+        task: task of the head.
+        terms: settings of the fit, which `rows` already reflect.
         world: the ranks.
-        centres: that a kernel head compares rows with; None chooses.
-        stop: called after every few batches with the number of rows that have their features, and with 0, often, while
-            the solution is computed, then perhaps with how far it is; true on some rank ends it all.
-        count: called at the end with the logits, (B, classes), labels and mean loss of every batch.
+        centres: number of centres of a kernel head; None chooses.
+        stop: called after every few batches with the number of rows with features, and often with 0 and the progress
+            during the fit; True on any rank stops the fit.
+        count: called at the end with the logits, (B, classes), the labels and the mean loss of every batch.
 
     Raises:
-        NumericsError: a feature is not finite; on all ranks.
-        UsageError: there are no samples to fit on, or none to choose by; on all ranks.
+        NumericsError: a feature is NaN or Inf; on all ranks.
+        UsageError: there are no samples to fit, or none to choose a penalty; on all ranks.
     """
     fit: HeadFit | KernelFit | None
     asked: Any = {"task": task, "world": world, "trained": terms.trained}
     if isinstance(layer, KernelHead):
-        # What training has freed on all ranks of the node is the solver's to take.
+        # The solver may use the memory that training has freed on all ranks of the node.
         give_back()
         world.barrier(name="head.memory")
         asked |= {"centres": centres, "memory_bytes": solver_memory(world.local_size)}
@@ -91,12 +91,12 @@ def solve(
         return None
     take(layer, fit)
     if isinstance(fit, KernelFit):
-        # To compute all answers once more would take as long as a pass of the solver.
+        # Computing all outputs again would take as long as a pass of the solver.
         for logits, labels in zip(fit.answers.split(CHUNK_ROWS), fit.labels.split(CHUNK_ROWS)):
             if len(labels):
                 count(logits, labels, float(task.losses(logits, labels).mean()))
         solution = fit.numbers()
-        # The Gram matrix is gone; what comes next would lie beside the memory that it had.
+        # The Gram matrix is freed; later allocations could not reuse its memory otherwise.
         del fit
         give_back()
         return solution
@@ -108,7 +108,7 @@ def solve(
 
 
 def times_asked_for(batches: Sequence[Batch], layer: SolvableHead, *, memory_bytes: int) -> int:
-    """Return how often a row is asked for while a head is solved: once where rows are kept in memory."""
+    """Return the number of times that a fit reads each row: once if rows are stored in memory."""
     rows = sum(batch.counted for batch in batches)
     if fits(rows, layer.in_features, memory_bytes):
         return 1

@@ -1,7 +1,7 @@
-"""The form in which a head reads a transformer's tokens, chosen once on a few training samples before the recipe.
+"""Choose the form in which a head reads a transformer's tokens, once before the recipe, on a few training samples.
 
-A kernel head is fitted to the features of all blocks for each form, and each sample is left out in turn, as for
-`hvfreeze.heads.flips`. The form with the least loss is taken; no test sample takes part.
+For each form a kernel head is fitted to the features of all blocks, with the leave-one-out loss of
+`hvfreeze.heads.flips`. The form with the least loss wins; test samples are not used.
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ from hvfreeze.tasks import Task
 
 @dataclass(frozen=True)
 class TokenTrial:
-    """The leave-one-out losses of heads by what they read of tokens, equal on all ranks."""
+    """The leave-one-out loss of each token form, equal on all ranks."""
 
     losses: dict[str, float]
     samples: int
 
     @property
     def best(self) -> str:
-        """The form with the least loss."""
+        """Form with the least loss."""
         return min(self.losses, key=self.losses.__getitem__)
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return the log line."""
         losses = ", ".join(f"{loss:.3f} {form}" for form, loss in self.losses.items())
-        return f"tokens: {self.best} (leave-one-out loss of {self.samples} samples: {losses}); --tokens fixes the form"
+        return (
+            f"tokens: {self.best} (leave-one-out loss of {self.samples} samples: {losses}); use "
+            f"--tokens to choose another"
+        )
 
 
 def try_token_forms(
     chain: Chain, feed: TrainFeed, image_shape: tuple[int, ...], *, task: Task, place: int, world: World
 ) -> TokenTrial | None:
-    """Return how good the forms are; None where no block gives tokens, or there are too few samples. Collective.
+    """Try the token forms; None if no block returns tokens, or there are too few samples. Collective.
 
-    Neither the model nor torch's generator changes. For the arguments see `hvfreeze.heads.flips.find_out`.
+    The model and torch's generator are unchanged. For the arguments see `hvfreeze.heads.flips.find_out`.
     """
     example = torch.zeros(1, *image_shape)
     forms, ids = token_forms(chain, example=example), some_samples(feed)
     if len(forms) < 2 or ids is None:
         return None
     images = feed.images.shown(Augment("none", 1), mirrors=False)
-    assert isinstance(images, Images), "a text has no head to fit"
-    # Of a replica one rank reads the samples that it alone has.
+    assert isinstance(images, Images), "text has no head to fit"
+    # The first rank of a replica reads its samples.
     own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
 
     def see() -> list[RowsInMemory]:
@@ -86,7 +89,7 @@ def try_token_forms(
         try:
             fit = fit_kernel(some, task=task, world=world, memory_bytes=0)
         except NumericsError:
-            # On all ranks; training says what is wrong.
+            # On all ranks; training reports the reason.
             return None
         assert fit is not None and fit.chosen is not None, "a fit without `watch` runs to its end"
         losses[form] = fit.chosen.held_out_loss

@@ -34,7 +34,7 @@ from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_in
 from hvfreeze.data.hub_sets import open_test
 from hvfreeze.data.images import BrokenImagesError, listed
-from hvfreeze.data.own import picture
+from hvfreeze.data.own import read_image
 from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_model, list_for_evaluation
@@ -76,7 +76,7 @@ def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str]) -> Figu
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(WIDE, 0.85 * WIDE), layout="constrained")
         axes = figure.add_subplot()
-        picture = axes.imshow(100 * parts, cmap="Blues", vmin=0, vmax=100, interpolation="nearest")
+        shaded = axes.imshow(100 * parts, cmap="Blues", vmin=0, vmax=100, interpolation="nearest")
         axes.set(xlabel="answer", ylabel="true class")
         if number <= MOST_NAMED:
             names = [clipped(name, LONGEST) for name in classes]
@@ -88,7 +88,7 @@ def plot_confusion(confusion: NDArray[np.int64], classes: Sequence[str]) -> Figu
                 for column, count in enumerate(counts):
                     colour = "white" if parts[row, column] > 0.55 else "#222222"
                     axes.text(column, row, str(count) if count else "", ha="center", va="center", color=colour)
-        figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class (%)")
+        figure.colorbar(shaded, ax=axes, shrink=0.8, label="share of the true class (%)")
         return figure
 
 
@@ -187,7 +187,7 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
         part = open_test(name, columns, applied.card.task, applied.classes)
         prepare = applied.preparation.pixels
         return EvaluatedSamples(
-            lambda row: prepare(picture(name, part, row, reading=applied.preparation.how)),
+            lambda row: prepare(read_image(name, part, row, reading=applied.preparation.how)),
             torch.tensor(part.targets),
             f"images of {name}",
             own=False,

@@ -83,7 +83,7 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
     if found != card.sha256:
         raise RefusedError(
             f"{weights} does not match {about.name}: its SHA-256 is {found[:12]}..., not "
-            f"{card.sha256[:12]}...; {way_on(root) if is_unfinished(root) else 'restore both files of one run'}"
+            f"{card.sha256[:12]}...; {resume_advice(root) if is_unfinished(root) else 'restore both files of one run'}"
         )
     state = read_weights(str(weights))
     model, exits = build(card, about)
@@ -121,7 +121,7 @@ def check_trusted(card: Card, about: Path, *, trust_code: bool) -> None:
 def check_finished(root: Path, weights: Path, about: Path) -> None:
     """Refuse a directory without a model and its card, with the way out."""
     if not root.is_dir():
-        raise RefusedError(f"run directory {root} does not exist")
+        raise RefusedError(f"run directory {root} does not exist; name the directory of a finished run")
     config = root / "config.yaml"
     if not weights.exists() and (others := sorted(path.stem for path in root.glob("model*.pt"))):
         raise RefusedError(
@@ -129,11 +129,11 @@ def check_finished(root: Path, weights: Path, about: Path) -> None:
             f"{others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
         )
     if not weights.exists():
-        way = way_on(root) if config.exists() else "name the directory of a finished run"
+        way = resume_advice(root) if config.exists() else "name the directory of a finished run"
         raise RefusedError(f"{root} holds no finished model ({weights.name} is missing); {way}")
     if not about.exists():
         copy = f"copy it with {weights.name} from the run directory"
-        raise RefusedError(f"{about} is missing; {way_on(root) if is_unfinished(root) else copy}")
+        raise RefusedError(f"{about} is missing; {resume_advice(root) if is_unfinished(root) else copy}")
 
 
 def is_unfinished(root: Path) -> bool:
@@ -141,7 +141,7 @@ def is_unfinished(root: Path) -> bool:
     return (root / "config.yaml").exists() and not (root / "summary.json").exists()
 
 
-def way_on(root: Path) -> str:
+def resume_advice(root: Path) -> str:
     """Return the command that continues the run in a directory, on the same number of ranks."""
     ranks = None
     with suppress(RefusedError):

@@ -21,7 +21,7 @@ from torch import Tensor
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
 from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
-from hvfreeze.data.own import picture
+from hvfreeze.data.own import read_image
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, images_in
@@ -30,7 +30,7 @@ from hvfreeze.inference.card import TextPreparation
 from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.inference.run_settings import columns_in
-from hvfreeze.inference.text import Drawing, tell_on
+from hvfreeze.inference.text import Drawing, continue_text
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
 from hvfreeze.user_code import HF
@@ -113,7 +113,7 @@ def predict(
     answer = answering(applied, exit_at=exit_at, confidence=confidence)
     if isinstance(applied.transform, TextPreparation):
         check_images(applied, run_dir, skip_bad=skip_bad, batch_size=batch_size)
-        return tell_on(applied, " ".join(given), drawing or Drawing(), top=top, out=out)
+        return continue_text(applied, " ".join(given), drawing or Drawing(), top=top, out=out)
     if drawing is not None:
         raise UsageError(
             f"--length, --temperature and --seed are for language models, and {run_dir} has {applied.card.model}"
@@ -160,7 +160,7 @@ def classify(
         print(f"{plural(count, 'image')} of {classes}: {printable(str(out))}")
     if answer.told() and count:
         print(printable(answer.told()), file=sys.stderr if out is None else sys.stdout)
-    tell_bad([printable(reason) for reason in bad.values()], count=count, skip_bad=skip_bad)
+    report_bad([printable(reason) for reason in bad.values()], count=count, skip_bad=skip_bad)
     if missing:
         raise NumericsError(note_on_missing(len(missing), count))
 
@@ -181,7 +181,7 @@ def table_at(out: Path | None) -> Iterator[Callable[[str], object]]:
         yield write
 
 
-def tell_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
+def report_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
     """Name the unreadable images on stderr; the others are `count`.
 
     Raises:
@@ -234,7 +234,7 @@ def named_images(applied: Applied, given: Sequence[str], columns: Columns) -> li
     preparation, found = applied.preparation, list[NamedImage]()
 
     def in_set(name: str, images: HubImages, row: int) -> PixelArray:
-        return preparation.pixels(picture(name, images, row, reading=preparation.how))
+        return preparation.pixels(read_image(name, images, row, reading=preparation.how))
 
     for text in given:
         if text.startswith(HF):

@@ -46,9 +46,9 @@ class Drawing:
             raise UsageError(f"--seed ({self.seed}) must be in -2^63..2^64-1")
 
 
-def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, out: Path | None) -> int:
+def continue_text(applied: Applied, text: str, drawing: Drawing, *, top: int | None, out: Path | None) -> int:
     """Print a text and its continuation character by character, or write both to the file `out`; return 0."""
-    following = continued(applied, text, drawing, top=top)
+    following = continuation(applied, text, drawing, top=top)
     if out is not None:
         write_text(out, text + "".join(following))
         print(f"{plural(drawing.length, 'character')}: {out}")
@@ -60,7 +60,7 @@ def tell_on(applied: Applied, text: str, drawing: Drawing, *, top: int | None, o
     return 0
 
 
-def continued(applied: Applied, text: str, drawing: Drawing, *, top: int | None = None) -> Iterator[str]:
+def continuation(applied: Applied, text: str, drawing: Drawing, *, top: int | None = None) -> Iterator[str]:
     """Yield characters that continue `text`, sampled from the `top` most probable ones, or from all.
 
     The model sees the last characters within its context. Raises UsageError for an empty `text`.

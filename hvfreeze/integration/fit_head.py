@@ -105,7 +105,7 @@ def see(model: nn.Module, loader: Iterable[Any], task: str, split: Split) -> tup
                 if not last or last[0][2] is not output or last[0][0].bias is None or output.dim() != 2:
                     raise UsageError(
                         f"fit_head: {type(model).__name__} does not end in an nn.Linear with a bias whose output, "
-                        "(B, outputs), it returns; give its logits, without a softmax behind them"
+                        "(B, outputs), it returns; give its logits, without a softmax after them"
                     )
                 features.append(last[0][1].float().clone())
                 labels.append(checked(torch.as_tensor(truth), output.shape, task))

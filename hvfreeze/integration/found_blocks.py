@@ -26,7 +26,7 @@ from hvfreeze.model.traced import (
     TracedChain,
     Watch,
     blocks_from,
-    described,
+    describe_blocks,
     from_description,
     in_blocks,
     knows_its_order,
@@ -110,7 +110,7 @@ class FoundBlocks:
             return
         chain = self._first.chain if self._first else None
         why = self._first.why_not if self._first else ""
-        seen = (described(chain) if chain else None, why)
+        seen = (describe_blocks(chain) if chain else None, why)
         description, self._why = self._world.broadcast_object(seen, name="optimizer.blocks")
         if description is not None:
             self.restore(freezer, description)

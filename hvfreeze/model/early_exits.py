@@ -68,8 +68,8 @@ class Critic(nn.Module):
             x = x.movedim(-1, 1)
         if x.dim() == 3:
             x = x.mean(1)
-        x = functional.relu(self.features(shrunk(x, CELLS)))
-        logits: Tensor = self.logits(shrunk(x, POOLED).flatten(1))
+        x = functional.relu(self.features(shrink(x, CELLS)))
+        logits: Tensor = self.logits(shrink(x, POOLED).flatten(1))
         return logits
 
 
@@ -81,7 +81,7 @@ class Critics(nn.ModuleList):
         return x
 
 
-def shrunk(x: Tensor, most: int) -> Tensor:
+def shrink(x: Tensor, most: int) -> Tensor:
     """Average maps to at most `most` cells a side; return other tensors unchanged."""
     if x.dim() < 4:
         return x

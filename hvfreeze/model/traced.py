@@ -279,7 +279,7 @@ def undivided(model: nn.Module) -> TracedChain:
     return TracedChain(model, (block,), parts=((),))
 
 
-def described(chain: TracedChain) -> dict[str, Any]:
+def describe_blocks(chain: TracedChain) -> dict[str, Any]:
     """Describe blocks by names, for other ranks and for a later run of the same script."""
     names = {id(module): name for name, module in chain.model.named_modules()}
     return {
@@ -299,7 +299,7 @@ def described(chain: TracedChain) -> dict[str, Any]:
 
 
 def from_description(model: nn.Module, description: Mapping[str, Any]) -> TracedChain:
-    """Divide `model` into the blocks of a description by `described`.
+    """Divide `model` into the blocks of a description by `describe_blocks`.
 
     Raises:
         UsageError: the model has other parameters, buffers or modules.

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "h5py", "numpy", "hvfreeze")
+from hvfreeze import __version__
+
+PACKAGES = ("torch", "torchvision", "horovod", "mpi4py", "h5py", "numpy")
 OF_EVERY_RANK = ("processor", "capability", "threads")
 """Facts that may differ between the ranks of a job."""
 
@@ -30,7 +32,7 @@ def facts_of_this_rank() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version_of(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES} | {"hvfreeze": __version__},
     }
 
 

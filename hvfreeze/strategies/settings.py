@@ -8,15 +8,16 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from hvfreeze.errors import UsageError
 from hvfreeze.rules import between, choice, number_list, rule
 from hvfreeze.section import Alternative, Section, setting
 
 MOST_PARTS = 4096
 Parts = Annotated[int, between(1, MOST_PARTS)]
 
+Accepted = tuple[tuple[object, ...], str]
+"""The values of a setting that go with a strategy, and the reason why others do not."""
 Refusal = tuple[str, object, bool, str]
-"""The flag of a setting, its value, whether it goes with a strategy, and the reason why not."""
+"""A setting, its value, whether it goes with a strategy, and the reason why not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class StrategyConfig(Section):
     """The file of its guide in docs/strategies."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of settings in other sections."""
+    accepts: ClassVar[Mapping[str, Accepted]] = {}
+    """Settings of other sections of which it accepts some values only."""
     blocks: ClassVar[str] = "stage"
     """The value that --blocks auto stands for."""
     reads_text: ClassVar[bool] = False
@@ -50,7 +53,7 @@ class StrategyConfig(Section):
         return None
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings of other sections that do not go with it."""
+        """Return the settings whose values go with some of its own values only."""
         return []
 
     def ranks_per_replica(self, ranks: int) -> int:
@@ -83,16 +86,6 @@ class StrategyConfig(Section):
         settings = config.strategy
         assert isinstance(settings, cls)
         return settings
-
-
-def check_refusals(config: Any) -> None:
-    """Raise UsageError if a setting does not go with the strategy."""
-    strategy, statistics = config.strategy, config.freeze.statistics
-    why = "BatchNorm that trains uses the statistics of each batch"
-    batches: Refusal = ("statistics", statistics, not strategy.batch_statistics or statistics != "kept", why)
-    for flag, value, fits, why in [*strategy.refusals(config), batches]:
-        if not fits:
-            raise UsageError(f"--{flag} ({value}) must be left out with --strategy {strategy.strategy}: {why}")
 
 
 GIVEN = Alternative("--cut-by given", lambda config: config.strategy.cut_by == "given")

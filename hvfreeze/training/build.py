@@ -148,7 +148,7 @@ def open_corpus(
         ),
         name="data",
     )
-    splits = with_odd_counted(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
+    splits = count_special_files(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
     if data.skip_bad:
         splits = without_broken(splits, world)
     return raise_on_all_ranks(
@@ -166,7 +166,7 @@ def open_corpus(
     )
 
 
-def with_odd_counted(splits: DataSplits, world: World) -> DataSplits:
+def count_special_files(splits: DataSplits, world: World) -> DataSplits:
     """Count files with special conversions, and return the splits with notes on them. Collective."""
     counted, notes = {}, list[str]()
     for part, image_set in (("train", splits.train), ("test", splits.test)):
@@ -393,7 +393,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     asked = config
     started, config = time.monotonic() if started is None else started, config.resolved()
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
-    config, prepared = as_processor_says(config, world)
+    config, prepared = with_processor_settings(config, world)
     # Collective, so it is always called, even if its result is unused: environments may differ between hosts.
     share = threads_per_rank(world)
     torch.set_num_threads(config.run.threads or count_in("OMP_NUM_THREADS") or share)
@@ -401,14 +401,14 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     if config.strategy.strategy == "replicas":
         rests = lengthen_cycle_on_full_cores(world, torch.get_num_threads())
     environment = environment_of(config, world)
-    directory = usable_directory(config, world, environment)
+    directory = open_run_directory(config, world, environment)
     trackers = config.run.trackers()
     raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
-    corpus, identities = agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
+    corpus, identities = open_agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
-    chain, notes = equal_model(config, world, blueprint)
+    chain, notes = build_equal_model(config, world, blueprint)
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
     job.data_identities |= identities
@@ -446,7 +446,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     return job
 
 
-def as_processor_says(config: Config, world: World) -> tuple[Config, list[str]]:
+def with_processor_settings(config: Config, world: World) -> tuple[Config, list[str]]:
     """Return the settings with the size, crop and filter of a Hugging Face model's image processor, and a note.
 
     Given settings are kept. Collective.
@@ -556,7 +556,7 @@ def environment_of(config: Config, world: World) -> dict[str, Any]:
     return environment | ({"code": code} if code else {})
 
 
-def usable_directory(config: Config, world: World, environment: dict[str, Any]) -> Path:
+def open_run_directory(config: Config, world: World, environment: dict[str, Any]) -> Path:
     """Return the run directory, the same on every rank: the user's, or a new one in `runs`. Collective.
 
     Raises:
@@ -573,7 +573,7 @@ def usable_directory(config: Config, world: World, environment: dict[str, Any]) 
     return directory
 
 
-def agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
+def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
     """Return the samples and their digests, after checking that they are equal on all ranks. Collective.
 
     For `holds_out` see `deal`.
@@ -668,7 +668,7 @@ def check_task(config: Config, kind: str) -> None:
             raise UsageError(f"--{flag} ({value}) does not fit the dataset, which has {labels}; {remedy}")
 
 
-def equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:
+def build_equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:
     """Build the model, the same on every rank, and return it with notes; seeds torch's generator. Collective."""
     if is_downloaded(config.model.weights):
         # One rank per node downloads; the others find the file.

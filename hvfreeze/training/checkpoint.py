@@ -319,18 +319,18 @@ def restore(job: Job) -> int | None:
     name, wrote = described
     data = read_by_all(world, lambda: found.section(0) if found else None)
     shared = raise_on_all_ranks(
-        world, lambda: own_run(job, unpacked(data, name=name), name=name), name="checkpoint.run"
+        world, lambda: check_run(job, unpacked(data, name=name), name=name), name="checkpoint.run"
     )
     if wrote == world.size:
-        own = dealt(world, lambda rank: found.section(1 + rank) if found else None)
+        own = scatter_sections(world, lambda rank: found.section(1 + rank) if found else None)
     else:
         redealing = raise_on_all_ranks(world, lambda: Redealing(job, shared, found), name="checkpoint.redealing")
-        own = dealt(world, redealing.state_of)
+        own = scatter_sections(world, redealing.state_of)
         shared = redealing.shared()
         change = f"ranks: {wrote} before, {world.size} now; {redealing.describe()}"
         job.record.change(change)
         job.notes.append(f"changed since the run started: {change}")
-    fill = partial(put_back, job, shared, own, name=name)
+    fill = partial(load_progress, job, shared, own, name=name)
     raise_on_all_ranks(world, fill, name="checkpoint.restore")
     raise_on_all_ranks(world, lambda: bring_back_best(job, Path(name)), name="best.back")
     job.waiting = partial(load_model, job, shared, own, name=name, redealt=wrote != world.size)
@@ -346,7 +346,7 @@ def read_by_all(world: World, read: Callable[[], Tensor | None]) -> Tensor:
     return data
 
 
-def dealt(world: World, read: Callable[[int], Tensor | None]) -> Tensor:
+def scatter_sections(world: World, read: Callable[[int], Tensor | None]) -> Tensor:
     """Return the bytes that rank 0 reads for this rank, sent one rank at a time, uint8 [length]. Collective."""
     received = nothing = torch.empty(0, dtype=torch.uint8)
     for rank in range(world.size):
@@ -357,7 +357,7 @@ def dealt(world: World, read: Callable[[int], Tensor | None]) -> Tensor:
     return received
 
 
-def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
+def check_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     """Return the shared state, after checking that it belongs to this run."""
     data = shared.get("data") or {}
     # Streamed pixels and older checkpoints have fewer digests.
@@ -380,12 +380,12 @@ def own_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     if differing:
         listed = "; ".join(f"{leaf}: {theirs[leaf]!r} before, {current[leaf]!r} now" for leaf in differing)
         raise RefusedError(f"the checkpoint {name} belongs to another run ({listed}); restore this run's checkpoints")
-    shared = shared if "journal" in shared else of_earlier_version(shared)
+    shared = shared if "journal" in shared else convert_earlier_state(shared)
     job.journal.check_recipe(shared.get("journal"), source=name)
     return shared
 
 
-def of_earlier_version(shared: dict[str, Any]) -> dict[str, Any]:
+def convert_earlier_state(shared: dict[str, Any]) -> dict[str, Any]:
     """Convert the state of a plain training checkpoint of an earlier version to this version."""
     course = shared.get("course")
     if not isinstance(course, dict) or len(course.get("steps") or ()) != 1:
@@ -401,7 +401,7 @@ def of_earlier_version(shared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def put_back(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
+def load_progress(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -> None:
     """Load all of a checkpoint but the model into the job, on this rank."""
     try:
         state = unpacked(own, name=name)

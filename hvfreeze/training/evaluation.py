@@ -165,7 +165,7 @@ def evaluate(
             if labels.dim() == 1 or task.kind != "classes":
                 kept.setdefault(name, []).append(Kept(batch.ids[: batch.counted], task, logits, labels))
     scores = reduce(totals, strategy.models, world, name="evaluation")
-    return judged(scores, kept, task, world, chooses=chooses)
+    return add_metrics(scores, kept, task, world, chooses=chooses)
 
 
 class Kept:
@@ -175,7 +175,9 @@ class Kept:
         self.ids, self.kept, self.labels, self.outputs = ids, task.kept(logits).numpy(), labels.numpy(), logits.shape[1]
 
 
-def judged(scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world: World, *, chooses: bool) -> Scores:
+def add_metrics(
+    scores: Scores, kept: Mapping[str, Sequence[Kept]], task: Task, world: World, *, chooses: bool
+) -> Scores:
     """Return the scores with the metrics of all ranks' predictions, by model. Collective.
 
     Rank 0 computes them with samples in the order of their ids, so they do not depend on the sharding.
@@ -215,7 +217,7 @@ def mean(scores: Scores) -> Mean:
     return Mean(sum(score.loss for score in found) / len(found), sum(score.accuracy for score in found) / len(found))
 
 
-def beside(scores: Scores) -> dict[str, float]:
+def other_numbers(scores: Scores) -> dict[str, float]:
     """Return the record's other numbers: means over models, if all models have them."""
     each = [score.plain() for score in scores.values()]
     names = [name for name in (each[0] if each else ()) if name not in ("loss", "accuracy")]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Batch, TrainFeed, grouped
+from hvfreeze.data.batches import Batch, TrainFeed, group_batches
 from hvfreeze.data.images import listed
 from hvfreeze.data.overlap import Conflict, Overlap
 from hvfreeze.freezing.vote import Decision
@@ -177,7 +177,7 @@ class Job:
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
         """Return the batches of each step in an epoch of the open part."""
-        return grouped(self.feed.epoch(epoch), self.opened.part.settings.optimizer.accumulate)
+        return group_batches(self.feed.epoch(epoch), self.opened.part.settings.optimizer.accumulate)
 
     def enter(self, part: Part) -> None:
         """Open a part and close the one before it; an open, unused part stays open. Collective."""

@@ -24,7 +24,7 @@ from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
-from hvfreeze.training.evaluation import Scores, beside, by_model, count, evaluate, mean, reduce
+from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, other_numbers, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.wording import plural
 
@@ -126,11 +126,11 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
     images = job.images_of(job.part_step) - job.images_of(job.part_epoch * job.steps_per_epoch)
     loss, accuracy = mean(trained)
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}
-    line |= own_part(report, line) | by_model(job.strategy.models, train=trained, test=tested)
+    line |= own_numbers(report, line) | by_model(job.strategy.models, train=trained, test=tested)
     job.record.metrics(line)
     job.record.trackers.rate(rate(job), step=line["step"])
     job.totals, job.epochs_done = {}, epoch + 1
-    tell_epoch(job, line)
+    log_epoch(job, line)
 
 
 def evaluate_now(job: Job) -> Scores:
@@ -154,7 +154,7 @@ def numbers(job: Job, found: dict[str, Any], tested: Scores, report: dict[str, A
         **train_balance(job),
         "test_loss": loss,
         "test_accuracy": accuracy,
-        **beside(tested),
+        **other_numbers(tested),
         "train_seconds": train_seconds(spent),
         "seconds": spent,
         "images_per_second": images / max(train_seconds(spent), 1e-9),
@@ -172,7 +172,7 @@ def train_balance(job: Job) -> dict[str, float]:
     return {} if job.majority_share is None else {"train_majority_share": job.majority_share}
 
 
-def tell_epoch(job: Job, line: dict[str, Any]) -> None:
+def log_epoch(job: Job, line: dict[str, Any]) -> None:
     """Log an epoch from its line of metrics.jsonl; hvfreeze auto logs whole verbs instead. Not a collective."""
     if job.config.freeze.auto:
         return
@@ -196,16 +196,16 @@ def tell_epoch(job: Job, line: dict[str, Any]) -> None:
         f"epoch {line['epoch']:3d} | cut {line['cut']} | loss {line['train_loss']:.4f}{fitted} | {shown} | "
         f"{line['train_seconds']:.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
-    tell_overflow(job, loss)
+    log_overflow(job, loss)
 
 
-def tell_overflow(job: Job, loss: float | None) -> None:
+def log_overflow(job: Job, loss: float | None) -> None:
     """Log an evaluation loss of NaN or Inf."""
     if loss is not None and not math.isfinite(loss):
         job.logger.info("warning: the evaluation loss is NaN or Inf: the model's outputs overflow; use a lower --lr")
 
 
-def own_part(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+def own_numbers(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers that only this strategy reports."""
     common = {*line, "cut_history", "allreduce_bytes", "other_collective_bytes", "cache", "head"}
     return {key: value for key, value in report.items() if key not in common}

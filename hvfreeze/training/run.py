@@ -39,9 +39,9 @@ from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
 from hvfreeze.training.checkpoint import directory_of, finish_saving, restore
-from hvfreeze.training.evaluation import beside, by_model, mean
+from hvfreeze.training.evaluation import by_model, mean, other_numbers
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import leaving_on_signal, own_part, train_balance
+from hvfreeze.training.loop import leaving_on_signal, own_numbers, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
 from hvfreeze.training.verbs import Run
 from hvfreeze.wording import did_you_mean, plural
@@ -148,14 +148,14 @@ def logging_its_end(job: Job) -> Iterator[None]:
         job.record.log(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        message = f"after step {job.step} of {job.total_steps}; {way_on(job)}"
+        message = f"after step {job.step} of {job.total_steps}; {resume_advice(job)}"
         job.record.log(f"interrupted {message}")
         raise KeyboardInterrupt(message) from None
     finally:
         job.record.close()
 
 
-def way_on(job: Job) -> str:
+def resume_advice(job: Job) -> str:
     """Return the command that continues an interrupted run."""
     way = "continue from the last checkpoint" if newest(directory_of(job)) else "no checkpoint yet, start again"
     return f"{way} with: {resuming(job.directory, ranks=job.world.size)}"
@@ -226,7 +226,7 @@ def conclude(job: Job) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "test_accuracy": job.last_accuracy,
         "best_test_accuracy": math.nan if math.isnan(job.last_accuracy) else job.best_accuracy,
-        **beside(job.last_scores),
+        **other_numbers(job.last_scores),
         **train_balance(job),
         "epochs": job.epochs_done,
         "steps": job.step,
@@ -261,11 +261,11 @@ def conclude(job: Job) -> dict[str, Any]:
     if job.config.data.data == TEXT and job.last_scores:
         found = per_character(mean(job.last_scores).loss)
         summary |= {f"test_{name}": value for name, value in found.items()}
-    summary |= own_part(report, summary) | by_model(job.opened.model.models, test=job.last_scores)
+    summary |= own_numbers(report, summary) | by_model(job.opened.model.models, test=job.last_scores)
     summary = job.world.broadcast_object(finite(summary), name="summary")
     raise_on_all_ranks(job.world, lambda: job.record.summary(summary), name="summary.write")
     if job.config.freeze.auto:
-        tell_end(job, summary)
+        log_result(job, summary)
     if job.world.rank == 0 and job.config.run.trackers():
         # It loads matplotlib.
         from hvfreeze.inference.run_figures import files_for_trackers
@@ -274,7 +274,7 @@ def conclude(job: Job) -> dict[str, Any]:
     return summary
 
 
-def tell_end(job: Job, summary: dict[str, Any]) -> None:
+def log_result(job: Job, summary: dict[str, Any]) -> None:
     """Log the result of the run and the command that uses it."""
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"

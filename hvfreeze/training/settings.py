@@ -9,8 +9,8 @@ from functools import partial
 from typing import Annotated
 
 from hvfreeze.comm.settings import parse_compression
-from hvfreeze.data.settings import IMAGES
-from hvfreeze.freezing.settings import AUTO
+from hvfreeze.data.settings import HELD_OUT, IMAGES
+from hvfreeze.freezing.settings import AUTO, BY_HAND
 from hvfreeze.heads.settings import TRAINED
 from hvfreeze.rules import Must, at_least, choice, float_or_nan, number_list, parse_parts, reads, rule
 from hvfreeze.section import Alternative, By, Count, Part, Positive, Section, Steps, setting
@@ -38,6 +38,7 @@ AUTO_DEFAULTS = {
 MOST_THREADS = 4096
 
 SGD = Alternative("--optimizer sgd", lambda config: config.optimizer.optimizer == "sgd")
+RESUMED = Alternative("--resume", lambda config: config.run.resume)
 NAMED = Alternative("a named --optimizer", lambda config: config.optimizer.optimizer != AUTO)
 
 Decay = Annotated[float, Must(lambda number: 0 <= number < math.inf, "0 or a positive number")]
@@ -227,7 +228,10 @@ class RunConfig(Section):
         1, "N", "epochs between evaluations; the last epoch and a fitted head are always evaluated", of=TRAINED
     )
     keep: Annotated[str, choice("last", "best")] = setting(
-        "last", "WHICH", "model to keep: last, or best on held-out samples (--validation-fraction)", of=TRAINED
+        "last",
+        "WHICH",
+        "model to keep: last, or best on held-out samples (--validation-fraction)",
+        of=(TRAINED, BY_HAND, HELD_OUT),
     )
     metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
         None,
@@ -242,7 +246,7 @@ class RunConfig(Section):
         None,
         "N",
         "stop after N evaluations in a row without a better model on held-out samples (--validation-fraction)",
-        of=TRAINED,
+        of=(TRAINED, BY_HAND, HELD_OUT),
     )
     time_budget: Annotated[str, reads(parse_duration)] = setting(
         "none",
@@ -260,6 +264,7 @@ class RunConfig(Section):
         False,
         "",
         "with --resume: continue although threads, versions, processor or number of ranks changed, not bit for bit",
+        of=RESUMED,
     )
     track: Annotated[str, reads(partial(parse_parts, "track", choices=TRACKERS))] = setting(
         "none", "LIST", f"also report to experiment trackers: {', '.join(TRACKERS)}", brief=", ".join(TRACKERS)
@@ -274,7 +279,6 @@ class RunConfig(Section):
         # A shell passes an empty path for a variable that is not set.
         object.__setattr__(self, "run_dir", self.run_dir or None)
         rule(not self.resume or self.run_dir is not None, "resume", True, "given together with --run-dir DIR")
-        rule(not self.resume_inexact or self.resume, "resume-inexact", True, "given together with --resume")
 
     def trackers(self) -> list[str]:
         """Return the names of the trackers that the run reports to."""

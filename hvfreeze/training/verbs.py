@@ -31,7 +31,7 @@ from hvfreeze.tasks import Task
 from hvfreeze.training import loop
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import save_at_end
-from hvfreeze.training.evaluation import Kept, Score, Totals, judged, mean, reduce
+from hvfreeze.training.evaluation import Kept, Score, Totals, add_metrics, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import HELD_OUT, Part
 from hvfreeze.wording import plural
@@ -239,7 +239,7 @@ class Run:
             with self.job.clock.within("evaluate"):
                 model.settle()
                 tested = loop.evaluate_now(self.job)
-            loop.tell_overflow(self.job, mean(tested).loss)
+            loop.log_overflow(self.job, mean(tested).loss)
             self._record("finish", tested=tested)
 
         evaluated = self.budget.work.evaluated if self.budget.seconds is not None else 0.0
@@ -358,7 +358,7 @@ def fit_head(job: Job, *, is_tuned: bool) -> Solution:
     assert fit is not None, "leaving raises"
     job.totals[MODEL] = totals
     if not job.config.freeze.auto:
-        tell_fit(job, fit)
+        log_fit(job, fit)
     if fit.left_out:
         job.logger.info(
             f"warning: the head ignores {plural(len(fit.left_out), 'sample')}, whose features are far "
@@ -367,18 +367,18 @@ def fit_head(job: Job, *, is_tuned: bool) -> Solution:
     return fit
 
 
-def tell_fit(job: Job, fit: Solution) -> None:
+def log_fit(job: Job, fit: Solution) -> None:
     """Log a fit of the head. Not a collective."""
     reached = "" if fit.converged else f"; not converged, error at most {100 * fit.error:.0f} %"
     centres = "" if fit.compared_with in (None, fit.rows) else f", {fit.compared_with} centres"
     held_out = fit.chosen
-    judged = ""
+    quality = ""
     if held_out is not None:
-        judged = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}"
-        judged = judged if held_out.metrics is None else f"; held-out {in_words(held_out.metrics)}"
+        quality = f"; held-out accuracy {100 * held_out.held_out_accuracy:.2f} %{job.beside_majority}"
+        quality = quality if held_out.metrics is None else f"; held-out {in_words(held_out.metrics)}"
     job.logger.info(
         f"head fitted: {fit.rows} rows{centres}, ridge penalty {fit.penalty:.2g} (best of {len(fit.trials)}), "
-        f"{f'{fit.steps} iterations' if fit.steps else 'closed form'}{judged}{reached}"
+        f"{f'{fit.steps} iterations' if fit.steps else 'closed form'}{quality}{reached}"
     )
 
 
@@ -410,5 +410,5 @@ def score_held_out(job: Job, solving: Config) -> Score:
                 )
     scores = reduce({MODEL: totals}, [MODEL], job.world, name="held-out")
     if task.is_examined:
-        scores = judged(scores, {MODEL: kept}, task, job.world, chooses=True)
+        scores = add_metrics(scores, {MODEL: kept}, task, job.world, chooses=True)
     return scores[MODEL]

@@ -256,7 +256,7 @@ def test_an_interrupted_up_leaves_nothing(nodes: Nodes) -> None:
 def test_a_name_that_is_taken_is_refused(nodes: Nodes) -> None:
     done = launch([CLUSTER, "up", "--nodes", "1", "--name", nodes.name])
     assert done.returncode == 1
-    assert f"cluster '{nodes.name}' is up already" in done.stderr
+    assert f"cluster '{nodes.name}' is already up" in done.stderr
 
 
 def test_what_a_machine_lacks_is_said_with_its_remedy(nodes: Nodes, tmp_path: Path) -> None:

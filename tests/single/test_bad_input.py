@@ -27,7 +27,7 @@ class Evil:
 
 USAGE = [
     ("--epoch 2", ["unknown argument '--epoch'", "did you mean '--epochs'?"]),
-    ("--epochs=2 digits", ["unknown argument 'digits'"]),
+    ("--epochs=2 digits", ["unknown argument 'digits'; name data with --data"]),
     ("--epochs", ["--epochs", "expected one argument"]),
     ("--epochs many", ["--epochs", "invalid int value: 'many'"]),
     ("--epochs 2.5", ["--epochs", "invalid int value: '2.5'"]),
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_are_refused(run_dir: Path, tmp_path: Path) -> N
 
     refused(outcome(), 3, str(file), "No such file")
     torch.save(torch.nn.Linear(3, 2).state_dict(), file)
-    refused(outcome(), 3, str(file), "ShuffleNetV2", "missing", "another model")
+    refused(outcome(), 3, str(file), "ShuffleNetV2", "missing", "name the --model that")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     refused(outcome(), 3, str(file), "damaged")

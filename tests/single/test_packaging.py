@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import hvfreeze
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = (
@@ -26,6 +29,10 @@ WHERE = "import hvfreeze, hvfreeze.cache, hvfreeze.errors; print(hvfreeze.cache.
 BARE = (
     "from importlib.util import find_spec; print([n for n in ('cache', 'launch', 'analysis', 'tests') if find_spec(n)])"
 )
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert re.findall(r'version="(.+?)"', (ROOT / "setup.py").read_text()) == [hvfreeze.__version__]
 
 
 @pytest.fixture(scope="module")

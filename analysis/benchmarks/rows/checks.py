@@ -40,7 +40,7 @@ INDEX = Duel(
     ours="many",
     reference="few",
     bound=1.5,
-    what=f"finding the rows of {IDS} ids that lie in {MANY} files, against the same in {FEW}: one sort of all ids each",
+    what=f"finding the rows of {IDS} ids stored in {MANY} files, against the same in {FEW}: one sort of all ids each",
 )
 
 

@@ -1,4 +1,4 @@
-"""What Horovod's rest between two looks for work costs and saves where computing threads fill the cores of nodes."""
+"""The cost of Horovod's cycle time, if computing threads fill the cores of the nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cycles(path: Path) -> None:
 
 
 def complete(path: Path) -> bool:
-    """Tell whether all nodes were measured."""
+    """Return True if all nodes were measured."""
     return path.exists() and set(texts_of(path)["nodes"]) == {str(nodes) for nodes, _ in FULL}
 
 

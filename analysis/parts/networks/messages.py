@@ -46,7 +46,7 @@ def machine_with_mpi() -> str:
 
 
 def complete(path: Path) -> bool:
-    """Tell whether every latency was measured."""
+    """Return True if every latency was measured."""
     return path.exists() and set(texts_of(path)["latency"]) == set(ADDED)
 
 
@@ -71,8 +71,9 @@ def line(rows: pd.DataFrame) -> str:
     slope, base = np.polyfit(added, [taken[latency] for latency in delayed], 1)
     each = ", ".join(f"{taken[latency]:.0f} us with {latency} added" for latency in delayed)
     return (
-        f"A message of one number takes {taken['']:.0f} us from node to node by the cluster's own links; by those that "
-        f"delay {each}: {base:.0f} us and {slope:.2f} times what is added (fitted; medians of {JOBS} jobs)"
+        f"A message of one number takes {taken['']:.0f} us from node to node by the cluster's own "
+        f"links; by links with a delay of {each}: {base:.0f} us and {slope:.2f} times what is added "
+        f"(fitted; medians of {JOBS} jobs)"
     )
 
 

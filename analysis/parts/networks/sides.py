@@ -32,7 +32,7 @@ from hvfreeze.strategies.compression_choice import TRIED_STEPS
 BATCH_ROWS, SIDE_PIXELS = 64, 32
 LOW_RANK = 4
 FIRST_STEPS, WARM_STEPS, WARM_AGAIN = 5, 8, 1
-"""Steps of ours before it compresses; untimed steps of each way at first, and when Horovod was started anew."""
+"""Steps of ours before it compresses; untimed steps of each way at first, and after a restart of Horovod."""
 TRYING_STEPS = FIRST_STEPS + len(CHOSEN) * TRIED_ROUNDS * TRIED_STEPS + 1
 """After which `auto` has made its choice."""
 ROUNDS, ROUND_SECONDS, LEAST_STEPS, MOST_STEPS = 4, 1.5, 2, 10
@@ -150,7 +150,7 @@ JOBS: dict[str, Callable[[Ranks, Path, int], dict[str, Way]]] = {
     HOROVODS: ways_of_horovod,
     GLOOS: ways_of_gloo,
 }
-"""Horovod is set up once in a process, and differently in each: jobs of their own, which take turns."""
+"""Horovod is set up once per process, and differently for each side, so sides are separate jobs that take turns."""
 
 
 def batches_of(ranks: Ranks, scratch: Path, batch_rows: int) -> list[HeldBatch]:
@@ -160,7 +160,7 @@ def batches_of(ranks: Ranks, scratch: Path, batch_rows: int) -> list[HeldBatch]:
 
 
 def by_itself(ranks: Ranks, scratch: Path, batch_rows: int, job: str) -> Callable[[], float]:
-    """Return the step of a rank that trains by itself."""
+    """Return the step of a rank that trains alone."""
     folder = scratch / f"alone-{job}-{ranks.rank}"
     folder.mkdir()
     setting = Setting(world=SoloWorld(), scratch=folder, batch_rows=batch_rows, side=SIDE_PIXELS)

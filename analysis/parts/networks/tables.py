@@ -14,9 +14,9 @@ NETWORKS += [(2, link) for link in LATER.values()]
 LIMITS = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "": "no limit"}
 LIMITS |= {link: f"{LIMITS[limit]} and 0.1 ms" for limit, link in LATER.items()}
 ALONE = "one alone"
-"""The first node by itself, while the others rest and nothing of Horovod runs: what all are held against."""
+"""The first node alone, without Horovod, while the others are idle: the reference of all."""
 NOTHING_SENT = "nothing sent"
-"""Ranks that train beside each other, each for itself: what they lose against one is the machine's doing."""
+"""Ranks that train at the same time without communication: their loss against one comes from the machine."""
 WAYS = (ALONE, NOTHING_SENT, "auto", "uncompressed", "fp16", "powersgd", "Horovod fp16", "DDP + PowerSGD")
 
 
@@ -36,5 +36,5 @@ def of_network(rows: pd.DataFrame, nodes: int, link: str) -> pd.DataFrame:
 
 
 def whole(rows: pd.DataFrame, nodes: int, link: str) -> bool:
-    """Tell whether every way of training on a network is there."""
+    """Return True if every way of training on a network was measured."""
     return set(of_network(rows, nodes, link)["way"]) == set(WAYS)

@@ -32,7 +32,7 @@ def leave_turn(folder: Path, job: str, rank: int, number: int) -> None:
 
 @dataclass(frozen=True)
 class Turns:
-    """A job as whoever gives the turns sees it.
+    """A job from the view of the process that gives the turns.
 
     Attributes:
         name: of the job, an argument of its ranks.

@@ -1,1 +1,1 @@
-"""What `analysis.strategies` runs, and what it makes of it: a file for each strategy."""
+"""The runs of `analysis.strategies` and their evaluation, one file per strategy."""

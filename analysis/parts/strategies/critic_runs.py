@@ -1,4 +1,4 @@
-"""Layer groups that learn by what critics predict: the runs, and how right they are beside backpropagation.
+"""Local critic training: the runs, and their accuracy compared with backpropagation.
 
 LC(n) has n critics, hence n + 1 groups. On CIFAR-10 the paper has 93.93 % for backpropagation, 92.06 for LC(1), 92.39
 for LC(3) and 91.35 where critics learn from every fifth batch; 91.18 at 18 % of the FLOPs where samples leave early.
@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, Value]] = {
     "critics-3": {"strategy": "local-critics", "parts": 4},
     "critics-3-every5": {"strategy": "local-critics", "parts": 4, "critic_every": 5},
 }
-"""By label; critics of all runs have their own learning rate's default."""
+"""Settings by label; critics of all runs have the default learning rate."""
 NAMES = {"critics-1": "LC(1)", "critics-3": "LC(3)", "critics-3-every5": "LC(3), critics every fifth batch"}
 
 

@@ -1,4 +1,4 @@
-"""One model cut over ranks: the runs, and what they say beside the bounds of the paper.
+"""Pipeline parallelism over ranks: the runs, compared with the bounds of the paper.
 
 P partitions that take equal time, with M micro-batches: at most P M / (M + P - 1) as fast as one rank. Gradients cross
 between replicas only, activations and errors between partitions only, so bytes are known beforehand.
@@ -31,7 +31,7 @@ FROZEN = 5
 LINK = "1gbit"
 DEEP, WIDE = "resnet110", "resnet18"
 SMALL_BATCH = 8
-"""Of all ranks together on the cluster: gradients are then large beside activations."""
+"""Batch size of all ranks together on the cluster, which makes gradients large compared with activations."""
 
 
 def planned(preset: Preset) -> list[PlannedRun]:

@@ -1,4 +1,4 @@
-"""Ranks of a grid whose blocks are frozen, or cached: dealt out anew, or waiting. The runs, and what they say.
+"""Ranks of a grid whose blocks are frozen or cached: reassigned or idle. The runs and their evaluation.
 
 A block that trains takes a forward pass and a backward pass of twice the time, one that is frozen a forward pass, one
 that is cached nothing. A line of P ranks takes the time of its slowest, M + P - 1 times for M micro-batches; ranks that

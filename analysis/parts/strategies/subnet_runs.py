@@ -1,4 +1,4 @@
-"""A wide perceptron in pieces: accuracy by bytes beside local SGD, replicas and low rank, and what a round touches.
+"""A wide perceptron in subnets: accuracy by bytes, compared with local SGD, replicas and low rank.
 
 A round of n ranks on d inputs, two hidden layers of h neurons and c classes sends, in each direction and over all
 ranks, 4 (n-1) (d h/n + h^2/n^2 + h c/n + 4 h/n) bytes.

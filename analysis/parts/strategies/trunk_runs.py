@@ -1,4 +1,4 @@
-"""Several models on one frozen trunk: the runs, and what they say beside the cost model of the paper.
+"""Several models on one frozen trunk: the runs, compared with the cost model of the paper.
 
 Baseline: every rank runs the whole trunk for its own model, F + H a batch. Split: F / N + H. So N models take
 (F / N + H) / (F + H) of the time, which is below one half for three models with light heads only.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from hvfreeze.freezing.settings import VOTE_WEIGHTS
 from hvfreeze.rules import choice, rule
 from hvfreeze.section import setting
-from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
+from hvfreeze.strategies.settings import Accepted, CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 
@@ -36,6 +37,11 @@ class GridConfig(CutConfig):
     builder = "hvfreeze.strategies.grid.build:open_grid"
     page = "grid"
     blocks = "residual"
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "mixup": ((0.0,), "no rank has both the images and the labels of a batch"),
+        "compression": (("none", "fp16"), "choose fp16 or none"),
+        "optimizer": (("sgd", "adamw"), "choose sgd or adamw"),
+    }
 
     @property
     def redeals(self) -> bool:
@@ -64,16 +70,10 @@ class GridConfig(CutConfig):
         return place == 0 or self.redeals
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that do not go with a grid."""
-        optimizer, weight = config.optimizer, config.freeze.vote_weight
-        weight_fits = weight in VOTE_WEIGHTS or not self.redeals
-        kind = optimizer.compression.partition(":")[0]
-        return [
-            ("vote-weight", weight, weight_fits, "with --redeal on the set of voting ranks changes"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both the images and the labels of a batch"),
-            ("compression", optimizer.compression, kind in ("none", "fp16"), "choose fp16 or none"),
-            ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-        ]
+        """Return the voting weights that do not go with ranks that are repartitioned."""
+        weight = config.freeze.vote_weight
+        fits = weight in VOTE_WEIGHTS or not self.redeals
+        return [("vote_weight", weight, fits, "with --redeal on the set of voting ranks changes")]
 
     def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of the pipeline have no effect if the model is not cut."""

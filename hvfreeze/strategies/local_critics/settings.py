@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvfreeze.section import Count, Positive, setting
-from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
+from hvfreeze.strategies.settings import Accepted, CutConfig, Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,16 @@ class LocalCriticsConfig(CutConfig):
     blocks = "residual"
     batch_statistics = True
     takes_any_labels = False
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (
+            ("none", "static"),
+            "no rank has the gradients of the whole model to vote on; choose none or static",
+        ),
+        "shadow": (("none",), "no rank has the gradients of the whole model to score"),
+        "mixup": ((0.0,), "no rank has both the images and the labels of a batch"),
+        "compression": (("none",), "gradients are not exchanged"),
+        "accumulate": ((1,), "each layer group is updated after every batch"),
+    }
 
     def ranks_per_replica(self, ranks: int) -> int:
         """Return the number of ranks: they are one pipeline."""
@@ -33,23 +43,6 @@ class LocalCriticsConfig(CutConfig):
     def reads_images(self, place: int) -> bool:
         """Return True if a rank has the first group."""
         return place == 0
-
-    def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that do not go with separately trained groups."""
-        optimizer, freeze = config.optimizer, config.freeze
-        alone, fits = "no rank has the gradients of the whole model", freeze.freeze in ("none", "static")
-        return [
-            ("freeze", freeze.freeze, fits, f"{alone} to vote on; choose none or static"),
-            ("shadow", freeze.shadow, not freeze.shadow_names(), f"{alone} to score"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "no rank has both the images and the labels of a batch"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
-            (
-                "accumulate",
-                optimizer.accumulate,
-                optimizer.accumulate == 1,
-                "each layer group is updated after every batch",
-            ),
-        ]
 
     def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return why settings of critics have no effect with a single group."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from hvfreeze.rules import between
 from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Refusal, StrategyConfig
+from hvfreeze.strategies.settings import Accepted, StrategyConfig
 
 Round = Annotated[int, between(1, 2**31 - 1)]
 
@@ -22,21 +23,12 @@ class LocalSgdConfig(StrategyConfig):
     builder = "hvfreeze.strategies.local_sgd.strategy:open_local_sgd"
     page = "local-sgd"
     reads_text = evaluates_more = True
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (("none", "static"), "replicas differ between averages, so they cannot vote; choose none or static"),
+        "shadow": (("none",), "replicas differ between averages, so they cannot vote"),
+        "compression": (("none",), "gradients are not exchanged"),
+    }
 
     def cuts(self, config: Any) -> bool:
         """Return False."""
         return False
-
-    def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that need an exchange in every step."""
-        freeze, compression = config.freeze, config.optimizer.compression
-        return [
-            (
-                "freeze",
-                freeze.freeze,
-                not freeze.votes,
-                "replicas differ between averages, so they cannot vote; choose none or static",
-            ),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "replicas differ between averages, so they cannot vote"),
-            ("compression", compression, compression == "none", "gradients are not exchanged"),
-        ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from hvfreeze.rules import between, choice, rule
 from hvfreeze.section import Count, setting
-from hvfreeze.strategies.settings import CutConfig, Refusal
+from hvfreeze.strategies.settings import Accepted, CutConfig, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,15 @@ class SharedTrunkConfig(CutConfig):
     page = "shared-trunk"
     many_heads = batch_statistics = True
     takes_any_labels = False
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (("none",), "the trunk is always frozen"),
+        "shadow": (("none",), "the trunk is always frozen"),
+        "compression": (("none",), "gradients are not exchanged"),
+        "accumulate": ((1,), "gradients are not exchanged"),
+        "mixup": ((0.0,), "features are computed per sample, not per pair"),
+        "cache_shared": ((False,), "every rank stores the features of its own heads"),
+        "class_weights": (("none",), "set loss: balanced in --tasks FILE"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,19 +58,10 @@ class SharedTrunkConfig(CutConfig):
         return place == 0 or self.trunk == "whole"
 
     def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that do not go with a shared trunk."""
-        optimizer, freeze, shared = config.optimizer, config.freeze, config.cache.cache_shared
-        rates, weights = config.optimizer.head_lr, config.optimizer.class_weights
-        return [
-            ("freeze", freeze.freeze, freeze.freeze == "none", "the trunk is always frozen"),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "the trunk is always frozen"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
-            ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "gradients are not exchanged"),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "features are computed per sample, not per pair"),
-            ("cache-shared", shared, not shared, "every rank stores the features of its own heads"),
-            ("class-weights", weights, weights == "none", "set loss: balanced in --tasks FILE"),
-            ("head-lr", rates, rates is None or self.tasks is None, "--tasks sets a learning rate for each task"),
-        ]
+        """Return the learning rates that --tasks excludes."""
+        rates = config.optimizer.head_lr
+        fits = rates is None or self.tasks is None
+        return [("head_lr", rates, fits, "--tasks sets a learning rate for each task")]
 
     def has_trunk(self, config: Any) -> bool:
         """Return True."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from hvfreeze.rules import choice, rule
 from hvfreeze.section import Steps, setting
-from hvfreeze.strategies.settings import CutConfig, Parts, Refusal
+from hvfreeze.strategies.settings import Accepted, CutConfig, Parts
 from hvfreeze.wording import plural
 
 
@@ -35,6 +35,15 @@ class StaleRingConfig(CutConfig):
         "optimizer": "adamw",
     }
     reads_text = batch_statistics = True
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (("none",), "the first module is trained to the end"),
+        "shadow": (("none",), "there are no votes"),
+        "cache": (("off", "auto"), "no block is frozen, so there is no output to cache"),
+        "mixup": ((0.0,), "images and labels are not mixed"),
+        "compression": (("none",), "gradients are not exchanged"),
+        "accumulate": ((1,), "every batch is one step"),
+        "optimizer": (("sgd", "adamw"), "choose sgd or adamw"),
+    }
 
     def modules(self, ranks: int) -> int:
         """Return the number of modules of the model.
@@ -55,24 +64,6 @@ class StaleRingConfig(CutConfig):
     def reads_images(self, place: int) -> bool:
         """Return True if a rank has the ring's ends."""
         return place == 0
-
-    def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that do not go with delayed gradients."""
-        optimizer, freeze = config.optimizer, config.freeze
-        return [
-            ("freeze", freeze.freeze, freeze.freeze == "none", "the first module is trained to the end"),
-            ("shadow", freeze.shadow, not freeze.shadow_names(), "there are no votes"),
-            (
-                "cache",
-                config.cache.cache,
-                config.cache.cache != "on",
-                "no block is frozen, so there is no output to cache",
-            ),
-            ("mixup", optimizer.mixup, optimizer.mixup == 0, "images and labels are not mixed"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
-            ("accumulate", optimizer.accumulate, optimizer.accumulate == 1, "every batch is one step"),
-            ("optimizer", optimizer.optimizer, optimizer.optimizer != "lars", "choose sgd or adamw"),
-        ]
 
     def unread(self, leaf: str, *, ranks: int, freezes: bool) -> str | None:
         """Return None: one rank has two modules."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.rules import between
 from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Refusal, StrategyConfig
+from hvfreeze.strategies.settings import Accepted, StrategyConfig
 
 Round = Annotated[int, between(1, 2**31 - 1)]
 
@@ -26,26 +26,12 @@ class SubnetsConfig(StrategyConfig):
     # What momentum remembers is other neurons'.
     defaults: ClassVar[Mapping[str, Any]] = {"model": "mlp", "momentum": 0.0}
     evaluates_more = batch_statistics = True
-
-    def refusals(self, config: Any) -> list[Refusal]:
-        """Return the settings that need the whole network on a rank."""
-        freeze, optimizer = config.freeze, config.optimizer
-        return [
-            (
-                "freeze",
-                freeze.freeze,
-                freeze.freeze in ("none", "static"),
-                "all blocks before the MLP are always frozen",
-            ),
-            ("shadow", freeze.shadow, freeze.shadow == "none", "there are no votes"),
-            ("compression", optimizer.compression, optimizer.compression == "none", "gradients are not exchanged"),
-            (
-                "optimizer",
-                optimizer.optimizer,
-                optimizer.optimizer == "sgd",
-                "neurons change ranks, but optimizer state stays; choose sgd",
-            ),
-        ]
+    accepts: ClassVar[Mapping[str, Accepted]] = {
+        "freeze": (("none", "static"), "all blocks before the MLP are always frozen"),
+        "shadow": (("none",), "there are no votes"),
+        "compression": (("none",), "gradients are not exchanged"),
+        "optimizer": (("sgd",), "neurons change ranks, but optimizer state stays; choose sgd"),
+    }
 
     def has_trunk(self, config: Any) -> bool:
         """Return True if the MLP is the head of another model."""

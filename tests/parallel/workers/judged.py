@@ -12,7 +12,7 @@ from sklearn import metrics as reference
 from hvfreeze.comm.world import World
 from hvfreeze.inference.card import read_card
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
-from hvfreeze.training.evaluation import Kept, Score, judged
+from hvfreeze.training.evaluation import Kept, Score, add_metrics
 from tests.parallel.workers.checking import let_models_be_small
 from tests.parallel.workers.runs import Runs, stopped_solving
 
@@ -39,7 +39,7 @@ def found(world: World, task: Task, logits: Any, labels: Any) -> Score:
     mine = np.arange(SAMPLES)[world.rank :: world.size]
     parts = [mine[::2], mine[1::2], np.arange(5)]
     kept = [Kept(ids, task, torch.from_numpy(logits[ids]), torch.from_numpy(labels[ids])) for ids in parts]
-    return judged({"model": Score(1.0, 0.5)}, {"model": kept}, task, world, chooses=False)["model"]
+    return add_metrics({"model": Score(1.0, 0.5)}, {"model": kept}, task, world, chooses=False)["model"]
 
 
 def check_runs_on_several_labels_and_on_numbers_go_on_where_they_stopped(runs: Runs) -> None:

@@ -113,7 +113,7 @@ def test_a_bench_that_runs_out_of_time_names_once_what_it_has_not_reached(
     left_over = [name for name in ROWS if name not in measured]
     assert measured[-1] == "frozen_step_cut1" and said.err == ""
     (note,) = [line for line in said.out.splitlines() if line.startswith("bench: note: ")]
-    assert note.startswith(f"bench: note: {len(left_over)} rows were not reached within 860 s; to go on: ")
+    assert note.startswith(f"bench: note: {len(left_over)} rows were not reached within 860 s; to continue: ")
     assert note.endswith(f"--only {','.join(left_over)} --out '{path}'")
     # Going on measures these alone, and keeps the others.
     clock.now = 0

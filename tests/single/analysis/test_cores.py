@@ -28,12 +28,12 @@ def test_a_rank_has_the_first_thread_of_a_core_of_its_own(
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, threads: taken.append(threads))
     pinned.pin(1)
     assert taken == [{2}]
-    with pytest.raises(UsageError, match=r"rank 2 must have a core of its own, and there are 2 cores: --ranks"):
+    with pytest.raises(UsageError, match=r"rank 2 must have its own core, and there are 2 cores: --ranks"):
         pinned.pin(2)
     with pytest.raises(SystemExit) as left:
         pinned.pin_or_exit(2)
     assert left.value.code == 2
-    assert "pinned: error: rank 2 must have a core of its own" in capsys.readouterr().err
+    assert "pinned: error: rank 2 must have its own core" in capsys.readouterr().err
 
 
 def test_ranks_share_one_batch_or_have_one_each_and_the_most_come_first() -> None:

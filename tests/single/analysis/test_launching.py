@@ -44,7 +44,7 @@ def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
     ("held", "code", "said"),
     [
         (False, 3, r"ddp: error: data folder \S+ does not exist"),
-        (True, 2, r"ddp: error: --run-dir \(\S+\) holds a run, and this program cannot go on with one; choose another"),
+        (True, 2, r"ddp: error: --run-dir \(\S+\) holds a run, and this program cannot continue it; choose another"),
     ],
 )
 def test_ddp_refuses_missing_data_and_a_directory_that_holds_a_run(
@@ -77,7 +77,7 @@ def test_a_job_on_nodes_that_fails_is_refused_with_what_it_measured(
 ) -> None:
     monkeypatch.setattr(module, "nodes_up", no_nodes)
     monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 7))
-    with pytest.raises(RefusedError, match=r"the job of .* ended with code 7, .*run it again to go on"):
+    with pytest.raises(RefusedError, match=r"the job of .* ended with code 7, .*run it again to continue"):
         measure()
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from analysis import cache_reads, dots, growth
-from analysis.grounds import EXPERIMENT
 from analysis.sweeps.options import file_to_write, folder_to_write
 from analysis.sweeps.sweep import main
+from analysis.tasks import EXPERIMENT
 
 
 def test_a_folder_may_be_missing_and_a_file_may_be_there(tmp_path: Path) -> None:

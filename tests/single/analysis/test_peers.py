@@ -29,7 +29,7 @@ from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.errors import UsageError
 from tests.single.report.run_directories import write_run
 
-EVERYWHERE = peers.Ground(counts=list(peers.BUDGETS))
+EVERYWHERE = peers.Task(counts=list(peers.BUDGETS))
 KINDS = {
     "ddp": 7.0,
     **{f"live{cut}": 10.0 - cut for cut in range(6)},
@@ -59,8 +59,8 @@ def test_full_fine_tuning_alone_has_16_epochs_of_5_000_samples_and_more() -> Non
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
     chosen = [(cell.samples, cell.epochs) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.peer == "auto"]
     assert chosen == [(1_000, 1), (5_000, 1), (5_000, 4), (20_000, 1), (20_000, 4)]
-    assert not [run for run in peers.runs(REDUCED, peers.Ground()) if "auto" in run.label]
-    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), peers.Ground())}
+    assert not [run for run in peers.runs(REDUCED, peers.Task()) if "auto" in run.label]
+    used = {run.label: run.flags for run in peers.then(REDUCED, Results(Path(), []), peers.Task())}
     assert used["n5000-auto-e4"]["lr"] == 0.05 and used["n5000-auto-e4"]["epochs"] == 4
 
 
@@ -75,7 +75,7 @@ def test_each_budget_has_the_learning_rate_that_was_best_for_it() -> None:
     rows.append({**tried("lr9-n1000-full-e4", 1.0), "label": "n1000-full-e4", "validation_fraction": 0.0})
     rates = best_rates(rows)
     assert {cell.label: lr for cell, lr in rates.items()} == {"n1000-full-e2": 0.1, "n1000-full-e4": 0.02}
-    used = {run.label: run.flags["lr"] for run in peers.then(REDUCED, Results(Path(), rows), peers.Ground())}
+    used = {run.label: run.flags["lr"] for run in peers.then(REDUCED, Results(Path(), rows), peers.Task())}
     assert used["n1000-full-e4"] == used["n1000-ddp-e16"] == 0.02
     assert used["n1000-full-e2"] == 0.1
     assert used["n1000-voted-e8"] == peers.LEARNING_RATES[0]
@@ -93,11 +93,11 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
     )
     read = {tmp_path / "peers": [tried(label, 0.9) for label in kept]}
     monkeypatch.setattr(peers, "KeptRuns", lambda path: SimpleNamespace(rows=lambda: read[path]))
-    ground = peers.Ground(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers", like={16: 4})
-    tries = {run.label for run in peers.runs(REDUCED, ground)}
+    task = peers.Task(counts=(1_000, 20_000), peers=peers.STRONGEST, rates_of="peers", like={16: 4})
+    tries = {run.label for run in peers.runs(REDUCED, task)}
     assert tries == {f"lr{lr:g}-n1000-full-e16" for lr in peers.LEARNING_RATES}
     own = [tried("lr0.02-n1000-full-e16", 0.9)]
-    planned = peers.then(REDUCED, Results(tmp_path / "peers_more", own), ground)
+    planned = peers.then(REDUCED, Results(tmp_path / "peers_more", own), task)
     used = {run.label: run.flags["lr"] for run in planned}
     assert used["n20000-full-e1"] == 0.1 and used["n20000-full-e4"] == used["n20000-full-e16"] == 0.05
     assert used["n1000-full-e4"] == 0.1 and used["n1000-full-e16"] == 0.02
@@ -105,7 +105,7 @@ def test_rates_are_taken_from_another_experiment_but_those_of_the_longest_budget
     assert {cell_of(label).peer for label in used} == set(peers.STRONGEST)
     near = [tried("lr0.05-n5000-full-e4", 0.895), tried("lr0.1-n5000-full-e4", 0.9)]
     cell = cell_of("n5000-full-e4")
-    assert ground.rates(Results(tmp_path / "peers_more", near))[cell] == 0.05
+    assert task.rates(Results(tmp_path / "peers_more", near))[cell] == 0.05
     assert best_rates(near, {cell: 0.05}) == {cell: 0.05}
     assert best_rates(near, {cell: 0.02}) == {cell: 0.1}
 
@@ -128,7 +128,7 @@ def test_the_answer_names_who_reaches_the_best_of_full_fine_tuning_first() -> No
     rows = [row(f"n1000-{label}", seed, took, right) for seed in range(3) for label, took, right in made]
     ((_, own),) = by_samples(Results(Path(), rows))
     assert shortest(own, full=False) == "n1000-exact-e1"
-    assert "linear head, solved +9.7 points" in ahead(own)[0]
+    assert "linear head, fitted +9.7 points" in ahead(own)[0]
     ((_, without),) = by_samples(Results(Path(), [each for each in rows if "exact" not in each["label"]]))
     assert shortest(without, full=False) is None
 

@@ -373,5 +373,5 @@ def test_repeating_what_is_not_kept_or_lacks_its_files_is_refused(
     assert "wants --weights some.pt" in capsys.readouterr().err
     (tmp_path / "another.pt").write_bytes(b"")
     assert repeated("full-s1", tmp_path / "other", "--weights", str(tmp_path / "another.pt")) == UsageError.exit_code
-    assert "must lie beside some.pt" in capsys.readouterr().err
+    assert "must be next to some.pt" in capsys.readouterr().err
     assert launches == []

@@ -1,18 +1,12 @@
-"""Command lines: wrong ones get a line that says what to type, and those of the guides are right."""
+"""A wrong command line gets a line that says what to type."""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from hvfreeze.cli import COMMANDS, RUNS, parse
-from hvfreeze.config.flags import AUTO_EXAMPLES, EXAMPLES, configuration
+from hvfreeze.cli import parse
+from hvfreeze.config.flags import configuration
 from hvfreeze.errors import UsageError
-from tests.program import ROOT
 
 WRONG = {
     # a word that is not known
@@ -53,6 +47,21 @@ WRONG = {
     "train --time-budget soon": "--time-budget (soon) must be none or a time above 0 such as 90s",
     "train --image-size 0": "--image-size (0) must be in 1..4096",
     "train --cache maybe": "--cache (maybe) must be one of off, auto, on",
+    "train --strategy shared-trunk --heads 0": "--heads (0) must be in 1..4096",
+    "train --strategy shared-trunk --head-blocks 0": "--head-blocks (0) must be at least 1",
+    "train --strategy shared-trunk --labels carry": "--labels (carry) must be one of ride",
+    "train --strategy shared-trunk --cut-by given --cut-at 1.5": "--cut-at (1.5) must be whole numbers",
+    "train --strategy shared-trunk --cut-by given --cut-at inf": "--cut-at (inf) must be whole numbers",
+    "train --strategy local-critics --critic-every 0": "--critic-every (0) must be at least 1",
+    "train --strategy local-critics --critic-lr 0": "--critic-lr (0.0) must be a positive number",
+    "train --strategy grid --pipeline 2f2b": "--pipeline (2f2b) must be one of fill-drain, 1f1b",
+    "train --strategy grid --micro-batches 0": "--micro-batches (0) must be in 1..4096",
+    "train --head all": "--head (all) must be last, mlp",
+    "train --head-fit newton": "--head-fit (newton) must be one of sgd, exact, kernel",
+    "train --head multi-level --head-fit exact --augment none --pool 0": "--pool (0) must be in 1..64",
+    "train --flips never": "--flips (never) must be one of auto, on, mean, off",
+    "train --optimizer auto": "--optimizer (auto) must be sgd, adamw or lars",
+    "auto digits --auto-without tuning": "--auto-without (tuning) must be none or a list out of votes, guard",
     # a flag of a choice that was not made
     "train --parts 2": "--parts is unknown here: it belongs to --strategy grid or local-critics or stale-ring",
     "train --strategy grid --heads 2": "--heads is unknown here: it belongs to --strategy shared-trunk",
@@ -72,17 +81,30 @@ WRONG = {
     "train --auto-without votes": "--auto-without is unknown here: it belongs to hvfreeze auto",
     "auto digits --optimizer auto --lr 0.0003": "--lr is unknown here: it belongs to a named --optimizer",
     "auto digits --eta-max 0.2": "--eta-max is unknown here: it belongs to --freeze gradient-norm or percentile",
+    "train --cut-by params": "--cut-by is unknown here: it belongs to --strategy shared-trunk or grid",
+    "train --strategy grid --critic-every 2": "it belongs to --strategy local-critics",
+    "train --strategy shared-trunk --cut-at 2": "--cut-at is unknown here: it belongs to --cut-by given",
+    "train --pipeline 1f1b": "--pipeline is unknown here: it belongs to --strategy grid",
+    "auto digits --optimizer auto --head-lr 0.1": "--head-lr is unknown here: it belongs to a named --optimizer",
     # two that exclude each other, or belong together
     "train --cache on": "--cache (on) must be used with --augment none or views:K",
     "train --freeze static": "--freeze (static) must be given together with --cut K",
     "train --resume": "--resume (True) must be given together with --run-dir DIR",
-    "train --keep best": "given together with --validation-fraction F",
+    "train --keep best": "--keep is unknown here: it belongs to --validation-fraction F",
+    "train --resume-inexact": "--resume-inexact is unknown here: it belongs to --resume",
     "train --strategy shared-trunk --freeze linear": "--freeze (linear) must be left out with --strategy shared-trunk",
     "train --strategy stale-ring --mixup 0.2": "--mixup (0.2) must be left out with --strategy stale-ring",
     "train --strategy local-critics --accumulate 2": "--accumulate (2) must be left out with --strategy local-critics",
     "train --strategy shared-trunk --heads 2 --tasks a.csv": "--heads (2) must be left out with --tasks",
     "train --strategy grid --cut-by given": "--cut-at (None) must be given together with --cut-by given",
     "train --head multi-level": "pass --head-fit exact or kernel too",
+    "train --strategy shared-trunk --tasks a.csv --head-lr 0.1": "--head-lr (0.1) must be left out",
+    "train --head-fit kernel --augment none": "--head (last) must be multi-level with --head-fit kernel",
+    "train --head-fit exact": "--augment (fresh) must be none or views:K with --head-fit exact or kernel",
+    "train --head-fit exact --augment none --freeze linear": "--freeze (linear) must be left out with --head-fit exact",
+    "train --head-fit exact --augment none --freeze static --cut 3": "--freeze (static) must be left out with",
+    "train --freeze linear --shadow linear": "--shadow (linear) must be another criterion than linear",
+    "auto digits --head last --head-fit sgd": "--head-fit (sgd) must be exact or kernel in hvfreeze auto",
     "train --data imagefolder": "given together with --data-dir DIR",
 }
 
@@ -92,41 +114,3 @@ def test_a_wrong_command_line_gets_a_line_that_says_what_to_type(line: str, word
     with pytest.raises(UsageError) as refusal:
         configuration(parse(line.split()))
     assert words in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
-
-
-def commands_in(text: str) -> Iterator[list[str]]:
-    """Yield the words behind `hvfreeze` of each command in a text's lines, which may end in a backslash."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True) if re.search(r"\bhvfreeze [a-z]", line) else []
-        while "hvfreeze" in words:
-            words = words[words.index("hvfreeze") + 1 :]
-            if words and words[0] in (*RUNS, *COMMANDS):
-                yield words
-
-
-def commands_of_guides() -> list[tuple[str, list[str]]]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = [
-        (page, block) for page in pages for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S)
-    ]
-    found = [(page.relative_to(ROOT).as_posix(), words) for page, block in blocks for words in commands_in(block)]
-    return found + [("--help", words) for text in (EXAMPLES, AUTO_EXAMPLES) for words in commands_in(text)]
-
-
-@pytest.mark.parametrize(("page", "words"), commands_of_guides(), ids=lambda value: " ".join(value)[:60])
-def test_a_command_of_a_guide_is_right(
-    page: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Files of configuration that commands name are there.
-    monkeypatch.chdir(tmp_path)
-    for place in ("runs/good/config.yaml",):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / place).write_text("lr: 0.1\n")
-    options = parse([word for word in words if word not in ("...", "&&")])
-    if words[0] in RUNS and not ("--resume" in words and words[0] == "auto"):
-        configuration(options)
-
-
-def test_the_guides_show_commands() -> None:
-    found = [words[0] for _, words in commands_of_guides()]
-    assert found.count("train") >= 20 and found.count("auto") >= 4

@@ -41,7 +41,7 @@ def test_every_setting_is_a_flag_with_its_text_and_default(capsys: pytest.Captur
     for name, (_, leaf, _) in leaves().items():
         assert "--" + name.replace("_", "-") in said
         assert "".join(leaf.metadata["help"].split()) in said or name in ("strategy", *OWN), name
-    assert "atenthat50%and75%" in said and "cosine[constant]" in said
+    assert "atenthat50%and75%" in said and "cosine[constant]" in said and "ofeachsample)[fresh]" in said
 
 
 OWN = {name for kind in STRATEGIES.values() for name in fields_of(kind)}
@@ -52,7 +52,7 @@ OWN = {name for kind in STRATEGIES.values() for name in fields_of(kind)}
     [
         (
             "",
-            "--strategy --freeze --cache --lr",
+            "--strategy --freeze --cache --lr --fit --keep --resume-inexact",
             "--parts --interval --cut --cache-dir --pool --auto-without --context",
         ),
         ("--strategy grid", "--parts --pipeline --cut-by", "--heads --local-steps --cut-at"),
@@ -61,6 +61,7 @@ OWN = {name for kind in STRATEGIES.values() for name in fields_of(kind)}
         ("--cache on", "--cache-dir", "--interval"),
         ("--head-fit kernel", "--centres --pool", "--lr --schedule"),
         ("--strategy nowhere", "--freeze", "--parts"),
+        ("--data text", "--context", "--fit"),
     ],
 )
 def test_help_shows_what_the_choices_on_the_line_have(

@@ -12,7 +12,7 @@ import pytest
 import hvfreeze
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken, load_pixels
-from hvfreeze.data.images import MOST_LISTED, BrokenImagesError, all_loaded
+from hvfreeze.data.images import MOST_LISTED, BrokenImagesError, load_all
 from tests.program import call, save_photos
 
 GONE = "train/a/05.png"
@@ -48,12 +48,12 @@ def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> Non
     with pytest.raises(
         BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves these out"
     ) as refusal:
-        all_loaded(*loads)
+        load_all(*loads)
     assert all(str(photos / name) in str(refusal.value) for name in BROKEN)
     with pytest.raises(
         BrokenImagesError, match=r"^2 images .*02.png .*not a plain file.*01.png is not an intact image .*; --skip-bad"
     ):
-        all_loaded(loads[1])
+        load_all(loads[1])
 
 
 def test_of_many_broken_images_some_are_named() -> None:

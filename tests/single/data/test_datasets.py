@@ -192,8 +192,8 @@ def leave_two_images(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "kind", "words"),
     [
-        (shutil.rmtree, "imagefolder", RefusedError, ["does not exist; name one with --data-dir"]),
-        (put_a_file_in_its_place, "imagefolder", RefusedError, ["is no folder; name one with --data-dir"]),
+        (shutil.rmtree, "imagefolder", RefusedError, ["does not exist; name an existing folder of images"]),
+        (put_a_file_in_its_place, "imagefolder", RefusedError, ["is not a folder; name an existing folder of images"]),
         (keep_train_only, "imagefolder", RefusedError, ["train only", "test/ or val/"]),
         (keep_test_only, "imagefolder", RefusedError, ["test only", "class folders only"]),
         (rename_a_class, "imagefolder", RefusedError, ["test/z is missing in", "train; add training images"]),

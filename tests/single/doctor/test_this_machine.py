@@ -80,7 +80,7 @@ def test_the_table_puts_remedies_under_their_checks_and_notes_leave_the_machine_
     assert checks.table([problem], about="These hosts are").splitlines()[-1].startswith("These hosts are NOT usable")
     rows = checks.table([fine, problem]).splitlines()
     assert rows[0].split() == ["OK", "torch", "2.13.0"] and rows[1].split() == ["PROBLEM", "mpirun", "absent"]
-    assert rows[2].split("-> ")[1] == "install it" and "NOT usable: 1 OK, 0 notes, 1 problems" in rows[3]
+    assert rows[2].split("-> ")[1] == "install it" and "NOT usable: 1 OK, 0 notes, 1 problem." in rows[3]
 
 
 def test_processor_lists_what_is_there_and_what_is_not() -> None:

@@ -177,9 +177,7 @@ def test_patches_are_a_grid_of_the_images_proportions() -> None:
     chain = turned_chain(Tokens(last=False))
     images = torch.randn(2, 3, 16, 16)
     assert "class" not in token_forms(chain, example=images)
-    with pytest.raises(
-        UsageError, match=r"--tokens \(class\): among \d+ tokens there is no class token; pass --tokens mean"
-    ):
+    with pytest.raises(UsageError, match=r"--tokens \(class\): the \d+ tokens have no class token; use --tokens mean"):
         every_block(chain, pool=2, example=images, tokens="class")(images)
 
 
@@ -216,7 +214,7 @@ def test_the_last_layer_is_found_behind_containers_and_the_steps_before_it_give_
 def test_what_gives_no_features_is_refused_by_name() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
     chain = Chain.from_modules(nn.Sequential(body), [("head", body)])
-    with pytest.raises(UsageError, match="has one block only, its head"):
+    with pytest.raises(UsageError, match="has only one block, its head"):
         every_block(chain, pool=4, example=torch.zeros(1, 3, 8, 8))
     with pytest.raises(UsageError, match=r"pool \(0\) must be at least 1"):
         every_block(small_chain(), pool=0, example=torch.zeros(1, 3, 8, 8))
@@ -225,7 +223,7 @@ def test_what_gives_no_features_is_refused_by_name() -> None:
     for model in (squashed, without_bias):
         with pytest.raises(UsageError, match="does not end in a linear layer with a bias"):
             before_last_layer(Chain.from_modules(model, [("head", [*model])]))
-    with pytest.raises(UsageError, match=r"a block gives a tensor of shape \(1, 2, 3, 4, 5\)"):
+    with pytest.raises(UsageError, match=r"a block returns a tensor of shape \(1, 2, 3, 4, 5\)"):
         pooled(torch.zeros(1, 2, 3, 4, 5), 4)
 
 

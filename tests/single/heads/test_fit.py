@@ -97,7 +97,7 @@ def test_samples_whose_features_cannot_be_measured_are_named_and_no_others(
     features, labels, held_out = labelled_table(20)
     for sample, number in numbers.items():
         features[sample, 3] = number
-    with pytest.raises(FeaturesError, match="1 of 12 features are NaN or infinite") as refusal:
+    with pytest.raises(FeaturesError, match="1 of 12 features, or their squares, are NaN or Inf") as refusal:
         measure(RowsInMemory(features, labels, held_out), world=SoloWorld())
     assert refusal.value.samples == samples
 
@@ -161,7 +161,7 @@ def test_rows_may_be_streamed_and_compact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("penalties", [[], [0.0], [0.1, 0.1], [0.1, 1.0]])
 def test_a_path_that_is_none_is_refused(penalties: list[float]) -> None:
-    with pytest.raises(UsageError, match="must be above 0 and decreasing"):
+    with pytest.raises(UsageError, match="must be at least one number, all above 0 and decreasing"):
         solve(labelled_table(50), penalties=penalties)
 
 

@@ -180,7 +180,7 @@ def test_samples_of_an_archive_have_the_labels_of_classes_that_the_model_was_tra
     of_folders = replace(applied, card=replace(applied.card, data="cifar10"), classes=tuple(reversed(CIFAR_CLASSES)))
     names = [of_folders.classes[label] for label in samples_in(of_folders, tmp_path).labels]
     assert names == [CIFAR_CLASSES[row % 10] for row in range(20, 24)]
-    with pytest.raises(RefusedError, match=f"class {CIFAR_CLASSES[0]} of .* is none of the model's 2 classes"):
+    with pytest.raises(RefusedError, match=f"class {CIFAR_CLASSES[0]} of .* is not one of the model's 2 classes"):
         samples_in(replace(of_folders, classes=tuple(CIFAR_CLASSES[3:5])), tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
     unknown = tmp_path / "unknown"
     shutil.copytree(finished.images / "test", unknown)
     (unknown / "red").rename(unknown / "white")
-    refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is none of the")
+    refused(call("evaluate", str(finished.run), "--data-dir", str(unknown)), 3, f"{unknown / 'white'} is not one of")
     refused(call("evaluate", str(finished.run), "--data-dir", str(tmp_path / "no")), 3, "no does not exist")
     file = finished.images / "test" / "red" / "00.png"
     refused(call("evaluate", str(finished.run), "--data-dir", str(file)), 3, f"data folder {file} is not a folder")

@@ -128,7 +128,7 @@ def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: P
 
 CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
-    "another format": (lambda card: card.update(card=2), "format 2, and this version reads 1"),
+    "another format": (lambda card: card.update(card=2), "format 2, and this version of hvfreeze reads 1"),
     "another head": (lambda card: card.update(head="multi-level:2"), r"does not fit model.pt: body.conv1.0.weight"),
     "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
     "a class twice": (lambda card: card.update(classes=["red", "red"]), r"classes .* must be a list of different"),

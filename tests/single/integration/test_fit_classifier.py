@@ -72,7 +72,7 @@ class TwoInputs(nn.Module):
         (network(), {"tokens": "last"}, r"tokens \(last\) must be one of mean, class, grid"),
         (network(2), {}, "a label is 2, and the last layer has 2 outputs"),
         (TwoInputs(), {}, "its forward pass"),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {}, "does not end in a linear layer|one block only"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), {}, "does not end in a linear layer|only one block"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(model: nn.Module, options: dict[str, str], message: str) -> None:

@@ -108,7 +108,7 @@ def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_mo
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        ("stages", "there is no module 'stages'; give stage, residual, paper, or names"),
+        ("stages", "there is no module 'stages'; use stage, residual, paper, or names"),
         ("layer2,layer5", "there is no module 'layer5'"),
         ("layer2,,layer3", "there is no module ''"),
         ("relu", "relu is inside bn1, which cannot be divided"),
@@ -123,7 +123,7 @@ def test_a_list_of_names_that_cannot_start_blocks_is_refused_by_name(scheme: str
 
 
 def test_paper_is_a_scheme_of_resnets_only() -> None:
-    with pytest.raises(UsageError, match="give stage, residual, or names"):
+    with pytest.raises(UsageError, match="use stage, residual, or names"):
         cut_into_blocks(torchvision.models.squeezenet1_1(), scheme="paper")
 
 

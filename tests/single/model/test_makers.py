@@ -175,7 +175,7 @@ def test_timms_models_weights_and_statistics_come_by_name(monkeypatch: pytest.Mo
     for name in ("timm:plain", "timm:sized"):
         built = made(name, weights="DEFAULT")
         weight: Tensor = built.model[1].weight
-        assert weight.eq(1).all() and built.model[2].out_features == 5 and "re-initialised" in built.notes[0]
+        assert weight.eq(1).all() and built.model[2].out_features == 5 and "initialised at random" in built.notes[0]
     assert timm_statistics("timm:plain") == ((0.5, 0.4, 0.3), (0.1, 0.2, 0.3)) and timm_statistics("timm:sized") is None
     with pytest.raises(UsageError, match="is not a model of timm 0"):
         made("timm:other")

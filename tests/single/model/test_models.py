@@ -57,7 +57,7 @@ def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
         ("resnet19", r"model \(resnet19\) must be .*; did you mean resnet18"),
         ("ResNet50", r"did you mean resnet50"),
         ("qqqqqq", r"known are alexnet, convnext_base"),
-        ("deeplabv3_resnet50", r"is not a torchvision classifier"),
+        ("deeplabv3_resnet50", r"must be a torchvision classifier"),
     ],
 )
 def test_an_unknown_model_is_refused_with_names_to_choose_from(name: str, message: str) -> None:
@@ -81,7 +81,8 @@ def test_the_smallest_image_is_the_one_that_torchvision_states(name: str) -> Non
     ("name", "smallest"), [("squeezenet1_1", 17), ("alexnet", 63), ("convnext_tiny", 32), ("swin_t", 4)]
 )
 def test_an_image_too_small_for_the_model_is_refused_with_the_smallest_size(name: str, smallest: int) -> None:
-    with pytest.raises(UsageError, match=rf"image size \({smallest - 1}\) is too small for {name}: .* is {smallest};"):
+    message = rf"image size \({smallest - 1}\) is too small for {name}; use --image-size {smallest} "
+    with pytest.raises(UsageError, match=message):
         build_model(name, num_classes=10, image_size=smallest - 1)
     model = build_model(name, num_classes=10, image_size=smallest).model
     assert model(torch.rand(2, 3, smallest, smallest)).shape == (2, 10)

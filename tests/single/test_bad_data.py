@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.program import NOBODY, OFFLINE, Outcome, call, contents, save_photos, spawn, without_privileges
+from tests.program import NOBODY, OFFLINE, Outcome, call, contents, save_photos, without_privileges
 from tests.single.refusing import SMALL, refused
 
 TRAIN_ON = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
@@ -78,19 +79,14 @@ def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
     assert again.returncode == 0, str(again)
 
 
-def test_data_that_is_absent_is_refused_where_nothing_can_be_downloaded(run_dir: Path, tmp_path: Path) -> None:
+def test_data_that_is_absent_is_refused_where_nothing_can_be_downloaded(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    # What was opened before knows no proxy.
+    monkeypatch.setattr(urllib.request, "_opener", None)
     empty = tmp_path / "data"
-    outcome = spawn(
-        "train",
-        *SMALL,
-        "--data",
-        "cifar10",
-        "--data-dir",
-        str(empty),
-        "--run-dir",
-        str(run_dir),
-        env=OFFLINE,
-        timeout=60,
-    )
+    outcome = call("train", *SMALL, "--data", "cifar10", "--data-dir", str(empty), "--run-dir", str(run_dir))
     refused(outcome, 3, "CIFAR10", str(empty), "cannot be downloaded", "--data-dir", "--data digits")
     assert not list(empty.iterdir())

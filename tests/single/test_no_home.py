@@ -29,7 +29,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_needs_no_home_directory_runs_without(tmp_path: Path) -> None:
-    flags = "--data digits --train-samples 64 --batch-size 32 --epochs 1 --quiet --run-dir".split()
+    flags = "--data digits --model mlp-16x16 --train-samples 64 --batch-size 32 --epochs 1 --quiet --run-dir".split()
     outcome = call("train", *flags, str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
 

@@ -13,7 +13,6 @@ import hvfreeze
 from hvfreeze import Config, FreezeConfig
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.settings import ModelConfig
 from hvfreeze.training.settings import OptimizerConfig, RunConfig
 from tests.program import ROOT
@@ -35,7 +34,7 @@ PROMISED = {
 def config(run_dir: Path, *, lr: float = 0.05) -> Config:
     return Config(
         data=DataConfig(train_samples=60),
-        model=ModelConfig(model="resnet20"),
+        model=ModelConfig(model="mlp-16x16"),
         optimizer=OptimizerConfig(epochs=2, batch_size=20, lr=lr),
         freeze=FreezeConfig(freeze="geometric"),
         run=RunConfig(run_dir=str(run_dir), quiet=True, threads=1),
@@ -55,18 +54,9 @@ def test_listing_public_names_loads_nothing() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
 
-def test_an_earlier_name_works_and_tells_where_it_is_now() -> None:
-    for name in hvfreeze._EARLIER:
-        with pytest.warns(DeprecationWarning, match=rf"hvfreeze\.{name} will be removed .*; use ") as told:
-            found = getattr(hvfreeze, name)
-        assert told[0].filename == __file__
-        assert found.__name__ == {"load": "load_model", "open_world": "script_world"}.get(name, name)
-    with pytest.warns(DeprecationWarning, match="use from hvfreeze.model.blocks import cut_into_blocks"):
-        assert hvfreeze.cut_into_blocks is cut_into_blocks
-    with pytest.warns(DeprecationWarning, match="use hvfreeze.load_model"):
-        assert hvfreeze.load is hvfreeze.load_model
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = hvfreeze.nothing
+def test_other_names_are_in_their_modules() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Reducer'"):
+        _ = hvfreeze.Reducer
 
 
 def test_train_runs_a_configuration_and_returns_its_summary(tmp_path: Path) -> None:

@@ -60,6 +60,6 @@ def test_replicas_give_back_what_set_up_has_freed_before_their_first_step(
 ) -> None:
     given_back: list[int] = []
     monkeypatch.setattr(data_parallel, "give_back", lambda: given_back.append(1))
-    flags = "--model resnet20 --train-samples 32 --batch-size 16 --epochs 2 --threads 1 --quiet".split()
+    flags = "--model mlp-16x16 --train-samples 32 --batch-size 16 --epochs 2 --threads 1 --quiet".split()
     assert call("train", *flags, "--run-dir", str(tmp_path / "run")).returncode == 0
     assert given_back == [1]

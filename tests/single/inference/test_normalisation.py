@@ -94,7 +94,7 @@ def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.M
         return looked[-1]
 
     monkeypatch.setattr(build, "normalisation_of", look)
-    flags = "--model resnet20 --train-samples 32 --batch-size 16 --epochs 1 --threads 1".split()
+    flags = "--model mlp-16x16 --train-samples 32 --batch-size 16 --epochs 1 --threads 1".split()
     outcome = call("train", *flags, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0 and [each.describe() for each in looked] == [
         line.removeprefix("note: ") for line in outcome.stdout.splitlines() if "are normalised with" in line

@@ -207,7 +207,7 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "hvfreeze", "train", *flags]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not list(folder.glob("checkpoints/step-*.pt")) and time.monotonic() < deadline:
         time.sleep(0.05)
     job.send_signal(signal.SIGINT)

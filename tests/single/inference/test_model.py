@@ -127,7 +127,7 @@ def test_one_of_several_models_is_loaded_by_its_name(finished: Finished, copy: P
 
 
 CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is not known"),
+    "an unknown head": (lambda card: card.update(head="many"), r"head \(many\) is unknown"),
     "another format": (lambda card: card.update(card=2), "format 2, and this version of hvfreeze reads 1"),
     "another head": (lambda card: card.update(head="multi-level:2"), r"does not fit model.pt: body.conv1.0.weight"),
     "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
@@ -141,7 +141,7 @@ CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a crop that is larger": (lambda card: card["image"].update(cropped_to=37), r"image.cropped_to \(37\) must fit"),
     "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
     "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
-    "no image": (lambda card: card.update(image=3), r"image \(3\) must be"),
+    "no image": (lambda card: card.update(image=3), r"image \(3\) must have"),
     "another file": (lambda card: card.update(sha256="0" * 64), "does not match model.yaml"),
 }
 

@@ -166,7 +166,7 @@ def fit_kernel(
     """
     values = list(penalties)
     if not values or min(values) <= 0 or len(set(values)) < len(values):
-        raise UsageError(f"penalties ({values}) must be at least one number, all different and above 0")
+        raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
     mine = project_rows(rows, components=components, world=world, stop=read, no_labels=task.no_labels)
     if mine is None:
         return None

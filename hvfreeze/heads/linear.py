@@ -380,7 +380,7 @@ def fit_linear(
     """
     values = list(penalties)
     if not values or min(values) <= 0 or values != sorted(set(values), reverse=True):
-        raise UsageError(f"penalties ({values}) must be at least one number, all above 0 and decreasing")
+        raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
     prepared = prepare(rows, world=world, no_labels=task.no_labels)
     standard = prepared.standard
     check_choice(standard.held_out, len(values))

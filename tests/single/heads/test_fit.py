@@ -161,7 +161,7 @@ def test_rows_may_be_streamed_and_compact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("penalties", [[], [0.0], [0.1, 0.1], [0.1, 1.0]])
 def test_a_path_that_is_none_is_refused(penalties: list[float]) -> None:
-    with pytest.raises(UsageError, match="must be at least one number, all above 0 and decreasing"):
+    with pytest.raises(UsageError, match="must be above 0 and decreasing, at least one"):
         solve(labelled_table(50), penalties=penalties)
 
 

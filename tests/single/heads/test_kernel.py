@@ -266,7 +266,7 @@ def test_rows_that_cannot_be_compared_are_refused() -> None:
     features, labels, held_out = labelled_table(80)
     with pytest.raises(UsageError, match="4 penalties and no held-out samples to choose one"):
         found((features, labels, torch.zeros_like(held_out)))
-    with pytest.raises(UsageError, match="must be at least one number, all different and above 0"):
+    with pytest.raises(UsageError, match="must be above 0 and different, at least one"):
         found((features, labels, held_out), penalties=[0.1, 0.1])
 
 

@@ -69,11 +69,12 @@ def line(rows: pd.DataFrame) -> str:
     delayed = ADDED[1:]
     added = [float(latency.removesuffix("us")) for latency in delayed]
     slope, base = np.polyfit(added, [taken[latency] for latency in delayed], 1)
-    each = ", ".join(f"{taken[latency]:.0f} us with {latency} added" for latency in delayed)
+    each = ", ".join(
+        f"{taken[latency]:.0f} us with a delay of {number:g} us" for latency, number in zip(delayed, added, strict=True)
+    )
     return (
-        f"A message of one number takes {taken['']:.0f} us from node to node by the cluster's own "
-        f"links; by links with a delay of {each}: {base:.0f} us and {slope:.2f} times what is added "
-        f"(fitted; medians of {JOBS} jobs)"
+        f"A message of one number takes {taken['']:.0f} us from node to node. Over links that delay it takes {each}; "
+        f"fitted: {base:.0f} us + {slope:.2f} x delay (medians of {JOBS} jobs)"
     )
 
 

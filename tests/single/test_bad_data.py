@@ -21,7 +21,7 @@ def train_on(folder: Path, run_dir: Path) -> Outcome:
 
 
 def test_a_data_folder_that_is_absent_or_empty_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    refused(train_on(tmp_path / "absent", run_dir), 3, str(tmp_path / "absent"), "--data-dir")
+    refused(train_on(tmp_path / "absent", run_dir), 3, str(tmp_path / "absent"), "name an existing folder")
     (tmp_path / "empty").mkdir()
     refused(train_on(tmp_path / "empty", run_dir), 3, str(tmp_path / "empty"), "class folders")
     photos = save_photos(tmp_path / "photos")

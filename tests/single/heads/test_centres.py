@@ -274,5 +274,5 @@ def fit_places(samples: list[int]) -> list[int]:
 def test_a_number_that_is_none_is_refused_and_named_also_outside_of_the_sample() -> None:
     features, labels, held_out = labelled_table(1200)
     features[700, 2] = torch.nan
-    with pytest.raises(NumericsError, match=r"NaN or Inf.* in sample 700:"):
+    with pytest.raises(NumericsError, match=r"NaN or Inf.* in sample 700;"):
         fit_streamed((features, labels, held_out), [])

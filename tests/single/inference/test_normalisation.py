@@ -79,7 +79,7 @@ def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
     flags = "--model mlp-16x16 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
     outcome = call("train", *flags.split(), "--run-dir", str(tmp_path / "first"))
     assert (
-        "mean 0.3053, 0.3053, 0.3053 and standard deviation 0.3759, 0.3759, 0.3759: those of digits" in outcome.stdout
+        "mean 0.3053, 0.3053, 0.3053 and standard deviation 0.3759, 0.3759, 0.3759 (those of digits)" in outcome.stdout
     )
     weights = tmp_path / "first" / "model.pt"
     outcome = call("train", *flags.split(), "--weights", str(weights), "--run-dir", str(tmp_path / "second"))

@@ -142,9 +142,9 @@ def test_a_round_that_harms_is_reverted(
 
 
 def test_the_first_round_of_many_samples_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    pays = decided((1.0, 0.91), (0.15,), many=True, monkeypatch=monkeypatch)
+    pays = decided((1.0, 0.71), (0.15,), many=True, monkeypatch=monkeypatch)
     assert pays == [("round", 3.0), ("solve", True), ("finish", "head")], "and no longer round follows"
-    back = decided((1.0, 0.98), (0.15,), many=True, monkeypatch=monkeypatch)
+    back = decided((1.0, 0.9), (0.15,), many=True, monkeypatch=monkeypatch)
     assert back == [("round", 3.0), ("restore", "kept"), *ALONE]
 
 

@@ -73,7 +73,7 @@ def test_the_best_model_is_kept_and_training_stops_without_a_better_one(
     summary = trained(monkeypatch, tmp_path / "best")
     assert summary["epochs"] == LAST + 1 and summary["test_accuracy"] == ACCURACIES[LAST]
     assert summary["kept"][MODEL]["epoch"] == BEST and summary["kept"][MODEL]["step"] == STEPS * (BEST + 1)
-    assert "stopped early: 2 evaluations in a row" in (tmp_path / "best" / "log.txt").read_text()
+    assert "stopped early: no improvement in 2 evaluations" in (tmp_path / "best" / "log.txt").read_text()
     plain = trained(monkeypatch, tmp_path / "plain", epochs=BEST + 1, keep="last", early_stop=None)
     assert same(model_in(tmp_path / "best"), model_in(tmp_path / "plain")), "not the model of the best epoch"
     assert summary["parameter_digest"] != plain["parameter_digest"] == summary["kept"][MODEL]["parameter_digest"]

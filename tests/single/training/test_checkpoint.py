@@ -233,3 +233,11 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp
     assert len(found) > 20
     assert found == sorted(found)
     assert set(found) == {2, 3}
+
+
+def test_a_checkpoint_that_nobody_holds_any_more_keeps_no_process_alive(tmp_path: Path) -> None:
+    # As after an interrupt between its first section and the next.
+    lost = "import sys, pathlib; from hvfreeze.runs.checkpoint_file import Saving\n"
+    lost += "Saving(pathlib.Path(sys.argv[1]), step=1, size=1, lengths=[1])"
+    subprocess.run([sys.executable, "-c", lost, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+    assert not list(tmp_path.glob("step-*.pt"))

@@ -138,14 +138,14 @@ TASKS |= {
     ),
 }
 """Tasks by name, which is the folder of their data unless they share another task's."""
-SMOKE_GROUND = "digits"
+SMOKE_TASK = "digits"
 
 
 def runs(preset: Preset) -> list[PlannedRun]:
     """Return all methods on every task, one seed after the other; the methods of a seed follow each other."""
     if preset.is_smoke:
         ways: dict[str, dict[str, Value]] = {"auto": AUTO, "auto1": SOLVED, "full": {}}
-        return preset.runs({f"{SMOKE_GROUND}-{way}": flags for way, flags in ways.items()}, {})
+        return preset.runs({f"{SMOKE_TASK}-{way}": flags for way, flags in ways.items()}, {})
     return [
         PlannedRun(label=f"{name}-{way}", seed=seed, flags=flags_of(name, way), ranks=preset.ranks)
         for seed in preset.seeds
@@ -320,9 +320,14 @@ def written(flags: Mapping[str, Value]) -> str:
 
 
 def reached(results: Results, label: str, against: str) -> str:
-    """Return a label's mean accuracy, and its mean time in the runs that `timed_with` another's."""
-    timed = timed_with(results, label, against).mean(label, "train_seconds")
+    """Return a label's mean accuracy, and its mean time, see `time_beside`."""
+    timed = time_beside(results, label, against)
     return f"{percent(results.mean(label, 'test_accuracy').mean)} in {seconds(timed.mean)}"
+
+
+def time_beside(results: Results, label: str, against: str) -> Interval:
+    """Return a label's training time in the runs that `timed_with` keeps."""
+    return timed_with(results, label, against).mean(label, "train_seconds")
 
 
 def timed_with(results: Results, label: str, against: str) -> Results:
@@ -364,11 +369,7 @@ def drawings(results: Results) -> Mapping[str, Figure]:
     own = paced_results(results)
 
     def points(*labels: str, against: str) -> list[tuple[Interval, Interval]]:
-        timed = [timed_with(own, label, against) for label in labels]
-        return [
-            (each.mean(label, "train_seconds"), own.mean(label, "test_accuracy"))
-            for each, label in zip(timed, labels, strict=True)
-        ]
+        return [(time_beside(own, label, against), own.mean(label, "test_accuracy")) for label in labels]
 
     panels = {}
     for name, task in TASKS.items():

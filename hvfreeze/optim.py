@@ -138,9 +138,7 @@ class Objective:
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each row, (B,); without mixing, `loss` is its mean."""
-        return self.task.training_losses(logits, labels, smoothing=self.smoothing) * self.task.training_weights_of(
-            labels
-        )
+        return self.task.weighted_losses(logits, labels, smoothing=self.smoothing)
 
 
 OWN_RATE = "own_lr"

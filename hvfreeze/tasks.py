@@ -125,11 +125,19 @@ class Task(ABC):
 
     def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
         """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
-        return (self.training_losses(logits, labels, smoothing=smoothing) * self.training_weights_of(labels)).mean()
+        return self.weighted_losses(logits, labels, smoothing=smoothing).mean()
+
+    def weighted_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """Return the training loss of each row times its weight in training, (N,)."""
+        return self.training_losses(logits, labels, smoothing=smoothing) * self.training_weights_of(labels)
 
     def training_weights_of(self, labels: Tensor) -> Tensor:
         """Return the weight of each row in the training loss, (N,) float32."""
         return self.weights_of(labels)
+
+    def defer_weights(self, deferred: bool) -> None:
+        """Choose whether all classes weigh 1 in the training loss from now on; other tasks have no class weights."""
+        return
 
     def weights_of(self, labels: Tensor) -> Tensor:
         """Return the weight of each row in the loss, (N,) float32."""
@@ -243,6 +251,10 @@ class Classes(Task):
     def weights_of(self, labels: Tensor) -> Tensor:
         """Return the weights of the rows' classes."""
         return torch.tensor(self.weights)[labels] if self.weights else torch.ones(labels.shape)
+
+    def defer_weights(self, deferred: bool) -> None:
+        """Choose whether all classes have the weight 1 in the training loss from now on."""
+        self.reweighting.is_on = not deferred
 
     def training_weights_of(self, labels: Tensor) -> Tensor:
         """Return the weights of the rows' classes, 1 while these are deferred."""

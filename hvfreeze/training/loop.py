@@ -21,7 +21,6 @@ from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
 from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.clock import train_seconds
-from hvfreeze.tasks import Classes
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
@@ -95,8 +94,7 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
     """Make one optimizer step and return this rank's loss; leave the run if a signal asked for it. Collective."""
-    if isinstance(job.task, Classes):
-        job.task.reweighting.is_on = job.part_step + 1 > UNWEIGHTED * job.opened.steps
+    job.task.defer_weights(job.part_step + 1 <= UNWEIGHTED * job.opened.steps)
     result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
     count(job.totals, result.answers, result.losses, job.task)

@@ -16,7 +16,7 @@ BOOLEAN, INTEGER = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
 class PlainLoader(yaml.SafeLoader):
     """A YAML loader without aliases, which can expand exponentially, and with a limited depth.
 
-    It refuses repeated keys, of which YAML readers take the last. As on a command line, `on` and `off` are text, and a
+    It refuses repeated keys; YAML readers take the last one. As on a command line, `on` and `off` are text, and a
     number with a leading 0 is decimal; in YAML 1.1 these are booleans and octal.
     """
 

@@ -44,7 +44,7 @@ def run(
     # Orphans of the command become children of this process, so that it can find and end them.
     control(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     waited = {signal.SIGCHLD, *passed_on()}
-    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     child = os.fork()
     if child == 0:
         try:
@@ -62,7 +62,7 @@ def run(
     try:
         return _wait(child, waited)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def passed_on() -> set[signal.Signals]:

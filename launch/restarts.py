@@ -163,12 +163,8 @@ def write_line(run_dir: Path, entry: dict[str, Any], *, make: bool = True) -> No
 
 
 def pause(seconds: float) -> bool:
-    """Wait; return True if asked to end meanwhile."""
-    waited = guard.passed_on()
-    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-    told = signal.sigtimedwait(waited, seconds) is not None
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, waited)
-    return told
+    """Wait; return True if a signal asked to end meanwhile, or since the last attempt's end."""
+    return signal.sigtimedwait(guard.passed_on(), seconds) is not None
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
@@ -192,6 +188,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
 def main(argv: Sequence[str]) -> int:
     """Return the exit code of the last attempt."""
     options, command, run_dir = parse(argv)
+    # Blocked for good: a signal that arrives between two waits is kept for the next one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, guard.passed_on())
     attempt, failures, dropped = 1, 0, list[str]()
     piped = value_of(command, FILE_FLAGS)
     if piped and not value_of(command, HOST_FLAGS) and not os.path.isfile(piped[1]):

@@ -216,7 +216,7 @@ def check_known(config: Config, given: Iterable[str]) -> None:
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:
     """Build a Config from nested dicts, or from a flat dict by names of flags.
 
-    Other settings have their defaults, some of which depend on the strategy, the model and `hvfreeze auto`.
+    Other settings have their defaults. Some depend on the strategy, the model and `hvfreeze auto`.
 
     Raises:
         UsageError: a key is unknown, a value has the wrong type or is out of bounds, or a setting belongs to an

@@ -25,7 +25,7 @@ RECIPES = (*CROPS, "trivial-augment", "color-jitter")
 FITS = ("crop", "squash", "pad")
 """How an image that is not square becomes square."""
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Filters by which images are resized, in Pillow's order."""
+"""Filters for resizing images, in Pillow's order."""
 COLOURS = {"white": "255,255,255", "black": "0,0,0"}
 MOST_VIEWS = 65536
 """A cached row's key has 16 bits for the view."""

@@ -150,7 +150,7 @@ def add_exits(chain: Chain, starts: Sequence[int], *, example: Tensor, classes: 
     Args:
         chain: the model in blocks.
         starts: first blocks of the groups after the first one, ascending.
-        example: images, (B, C, H, W), of which only the shape is used.
+        example: images, (B, C, H, W); only their shape is used.
         classes: number of classes of the model.
 
     Raises:

@@ -27,7 +27,7 @@ def channels_last(chain: Chain, stops: Sequence[int], *, example: Tensor) -> tup
     Args:
         chain: a model in blocks.
         stops: numbers of blocks, ascending.
-        example: images, (B, C, H, W), of which only the shape is used; other inputs have no maps.
+        example: images, (B, C, H, W); only their shape is used. Other inputs have no maps.
 
     Raises:
         UsageError: the layout of a map is ambiguous; names its block.

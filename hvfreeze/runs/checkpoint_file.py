@@ -83,7 +83,7 @@ class Saving:
         self._failure: HvfreezeError | None = None
         self._finished = self._broken = False
         self._parts: queue.Queue[memoryview | None] = queue.Queue(maxsize=2)
-        # Daemon: after an interrupt here nobody holds this object, and a waiting thread would keep the process alive.
+        # Daemon: an interrupt here loses this object, and a waiting thread would then keep the process alive.
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
         self._parts.put(memoryview(json.dumps(header).encode() + b"\n"))

@@ -33,7 +33,7 @@ class StrategyConfig(Section):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of settings in other sections."""
     accepts: ClassVar[Mapping[str, Accepted]] = {}
-    """Settings of other sections of which it accepts some values only."""
+    """Settings of other sections, with the values that it accepts."""
     blocks: ClassVar[str] = "stage"
     """The value that --blocks auto stands for."""
     reads_text: ClassVar[bool] = False

@@ -58,7 +58,7 @@ class Score(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Value by which `auto` compares models, the loss or the negated metric; lower is better."""
+        """Value for comparing models in `auto`: the loss or the negated metric; lower is better."""
         return self.loss if self.decides is None else -self.decides
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -95,6 +96,22 @@ def test_a_signal_while_waiting_ends_the_waiting(tmp_path: Path) -> None:
     wait_until((tmp_path / "run/restarts.jsonl").exists, what="the first attempt's end")
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert len(calls(tmp_path)) == 1
+
+
+def test_a_signal_between_two_waits_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    record = tmp_path / "run/restarts.jsonl"
+    os.mkfifo(record)  # opening it to write waits for a reader: until then the program is between two waits
+    running = subprocess.Popen([RESTART, "--backoff", "1000", "--", *job(tmp_path, 1, 0)], stderr=subprocess.PIPE)
+    wait_until((tmp_path / "calls").exists, what="the first attempt")
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    wait_until(lambda: not children.read_text(), what="the first attempt's end")
+    running.send_signal(signal.SIGTERM)
+    with record.open() as lines:
+        assert json.loads(lines.readline())["code"] == 1
+        running.communicate(timeout=60)
     assert running.returncode == 1
     assert len(calls(tmp_path)) == 1
 

@@ -57,9 +57,10 @@ class Score(NamedTuple):
         return self.accuracy if self.decides is None else self.decides
 
     @property
-    def cost(self) -> float:
-        """Value for comparing models in `auto`: the loss or the negated metric; lower is better."""
-        return self.loss if self.decides is None else -self.decides
+    def cost(self) -> tuple[float, float]:
+        """Values for comparing models in `auto`, lower is better: the negated metric, then the loss; NaN counts as Inf."""
+        loss = math.inf if math.isnan(self.loss) else self.loss
+        return loss if self.decides is None else -self.decides, loss
 
 
 class Mean(NamedTuple):

@@ -131,6 +131,8 @@ def test_it_stops_where_a_round_gains_little_or_little_is_wrong(monkeypatch: pyt
 def test_the_network_is_kept_where_no_head_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     found = decided(FAR, (0.05,), head=0.06, monkeypatch=monkeypatch)
     assert found[2:] == [("solve", True), ("restore", "kept"), ("finish", "network")]
+    lost = decided((*FAR, 0.6), (math.nan,), monkeypatch=monkeypatch)
+    assert lost[2:] == [("solve", True), ("finish", "head")], "NaN is worse than any loss"
 
 
 @pytest.mark.parametrize(("scores", "failing", "probes"), [((0.1, 0.2), None, (0.3,)), ((0.1,), 2, (0.3,))])

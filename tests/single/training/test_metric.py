@@ -46,7 +46,7 @@ def test_a_metric_of_other_labels_is_refused(tmp_path: Path) -> None:
     assert outcome.returncode == 2 and "accuracy, balanced-accuracy, macro-f1, auroc for classes" in outcome.stderr
 
 
-@pytest.mark.parametrize(("quality", "ends"), [(0.9, "head"), (0.7, "network")])
+@pytest.mark.parametrize(("quality", "ends"), [(0.9, "head"), (0.7, "network"), (0.8, "network")])
 def test_the_better_one_by_the_metric_ends_the_run_though_its_loss_is_higher(
     quality: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ class Score(NamedTuple):
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Values for comparing models in `auto`, lower is better: the negated metric, then the loss; NaN counts as Inf."""
+        """Values for comparing models in `auto`: negated metric, then loss (NaN as Inf). Lower is better."""
         loss = math.inf if math.isnan(self.loss) else self.loss
         return loss if self.decides is None else -self.decides, loss
 

@@ -68,7 +68,7 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
-from hvfreeze.training.verb_settings import solving, with_flips
+from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
@@ -295,7 +295,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     def table() -> Work:
         if settings.head.solved:
             factory.check_held_out(settings.head.head_fit)
-        solved = solving(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
+        solved = for_head(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
         return factory.work(solved, cut=settings.freeze.cut or 0 if settings.freeze.auto else 0, evaluated=evaluated)
 
     work = raise_on_all_ranks(world, table, name="work")
@@ -306,7 +306,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     budget.begin()
     if seconds is not None and not settings.run.resume:
         step = work.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
-        least = (work.solve, "fitting the head") if settings.head.solved else (step, "a step")
+        least = (work.head_fit, "fitting the head") if settings.head.solved else (step, "a step")
         budget.check(least[0], what=least[1])
     return budget
 

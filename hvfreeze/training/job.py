@@ -205,7 +205,7 @@ class Job:
 
     def _shown(self, cut: int) -> int:
         """Return a cut in blocks of the model; a fitted head counts all blocks but one as features."""
-        return len(self.block_names) - 1 if self.opened.part.solves else cut
+        return len(self.block_names) - 1 if self.opened.part.fits_head else cut
 
 
 def joined(earlier: Report, later: Report) -> Report:

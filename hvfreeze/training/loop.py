@@ -52,7 +52,7 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
-def tune(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
+def train_part(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
     """Make the remaining steps of the open part, with evaluations by --evaluate-every. Collective.
 
     Args:

@@ -255,7 +255,7 @@ def conclude(job: Job) -> dict[str, Any]:
         summary["verbs"] = [
             {"verb": entry.verb, "value": entry.value} for entry in job.journal.ended if entry.value is not None
         ]
-        summary["head"] = report.get("head") if job.opened.part.solves else None
+        summary["head"] = report.get("head") if job.opened.part.fits_head else None
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     if job.config.data.data == TEXT and job.last_scores:

@@ -257,6 +257,11 @@ class Factory:
                 f"with two of a class, or --head-fit sgd with another --freeze"
             ) from error
 
+    @property
+    def held_out_samples(self) -> int:
+        """Number of training samples that are held out, over all ranks."""
+        return int(self.context.feed.held_out(HELD_OUT).sum())
+
     def held_out(self, head_fit: Config) -> HeldOut:
         """Return this replica's held-out samples, in the views for fitting a head."""
         feed = self.feed(Part(head_fit))
@@ -318,7 +323,7 @@ class Factory:
             raise UsageError(f"--cut ({cut}) must be in 0..{len(operations) - 1}: the head is never frozen")
         if settings.head.head_fit == "kernel":
             kernel = (features_of(chain, settings.head, example), centres_for(rows, settings.head.centres))
-        held_out = int(self.context.feed.held_out(HELD_OUT).sum()) * max(1, self.augment(settings).num_views)
+        held_out = self.held_out_samples * max(1, self.augment(settings).num_views)
         return Work(
             forward=sum(operations),
             parameters=sum(parameter.numel() for parameter in chain.model.parameters()),

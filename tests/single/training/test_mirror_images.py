@@ -73,7 +73,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, int]]:
     def watched(self: Factory, part: Part) -> Opened:
         found = open_part(self, part)
         transform = found.feed.images.transform
-        seen.append((part.solves, transform.flips, transform.augment.num_views))
+        seen.append((part.fits_head, transform.flips, transform.augment.num_views))
         return found
 
     monkeypatch.setattr(Factory, "open", watched)

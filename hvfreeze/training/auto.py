@@ -119,7 +119,7 @@ def finish(run: Run, plan: Plan, network: Score | None = None, *, is_fine_tuned:
         return
     head = run.fit_head(plan.head_fit, is_fine_tuned=is_fine_tuned)
     head_wins = network is None or head.cost <= network.cost
-    run.say(f"head fitted: held-out {head.described}{'' if network is None else run.verdict(network, head_wins)}")
+    run.say(f"head fitted: held-out {head.described}{run.verdict(head, network, head_wins)}")
     if not head_wins:
         run.restore("kept")
     run.finish_with(None if head_wins else plan.fine_tuning)

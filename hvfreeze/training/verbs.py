@@ -247,11 +247,14 @@ class Run:
         evaluated = self.budget.work.evaluated if self.budget.seconds is not None else 0.0
         self._do("finish", {"network": part is not None}, make, work=lambda _: evaluated, part=part, is_last=True)
 
-    def verdict(self, network: Score, head_wins: bool) -> str:
-        """Return the end of a log line with a head's score: that of the network, and which of them is kept."""
+    def verdict(self, head: Score, network: Score | None, head_wins: bool) -> str:
+        """Return the end of a log line with a head's score: that of a network, if any, and which of them is kept."""
+        if network is None:
+            return ""
         name, lower = self.job.task.decisive
-        better = f"the {'lower' if lower else 'higher'} {name} decides"
-        return f"; network: {network.described}; {better}: keeping the {'head' if head_wins else 'network'}"
+        is_tie = head.decides is not None and head.decides == network.decides
+        better = f"equal {name}, so the lower loss" if is_tie else f"the {'lower' if lower else 'higher'} {name}"
+        return f"; network: {network.described}; {better} decides: keeping the {'head' if head_wins else 'network'}"
 
     def say(self, text: str) -> None:
         """Log a line once: not after a recalled verb."""

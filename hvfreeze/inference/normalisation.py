@@ -32,7 +32,7 @@ class Normalisation:
     statistics: Statistics
     source: str
     advice: str = ""
-    """What to do if this may be wrong."""
+    """The way out if this may be wrong."""
 
     def describe(self) -> str:
         """Return the log line."""

@@ -30,7 +30,7 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, meant_by
+from hvfreeze.data.folders import Folders, class_folder_of, first_few, first_image, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -53,7 +53,7 @@ from hvfreeze.model.settings import is_downloaded
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
@@ -570,12 +570,33 @@ def open_run_directory(config: Config, world: World, environment: dict[str, Any]
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     given = config.run.run_dir or str(Path("runs") / named)
     directory = Path(world.broadcast_object(given, name="run.directory")).resolve()
-    raise_on_all_ranks(
-        world,
-        lambda: check_directory(directory, to_dict(config), environment) if world.rank == 0 else None,
-        name="directory",
-    )
+
+    def check() -> None:
+        if world.rank == 0:
+            check_directory(directory, to_dict(config), environment)
+            check_apart_from_data(directory, config.data)
+
+    raise_on_all_ranks(world, check, name="directory")
     return directory
+
+
+def check_apart_from_data(directory: Path, data: DataConfig) -> None:
+    """Raise UsageError if a new run's directory holds images, other runs, or would be a class of the data.
+
+    `directory` is absolute.
+    """
+    if (directory / "config.yaml").exists():
+        return
+    found = first_image(directory)
+    if found is not None:
+        raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
+    runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
+    if runs:
+        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+    root = data.data_dir if data.data == "imagefolder" else None
+    above = None if root is None else class_folder_of(directory, Path(root))
+    if above is not None:
+        raise unusable(directory, f"is in {above}, whose folders are the classes of the data")
 
 
 def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:

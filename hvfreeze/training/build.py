@@ -50,6 +50,7 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
+from hvfreeze.model.small_maps import note_on_small_maps
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
@@ -414,6 +415,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     chain, notes = build_equal_model(config, world, blueprint)
+    if world.rank == 0:
+        notes += note_on_small_maps(config.model.model, chain.model, blueprint.image_shape)
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
     job.data_identities |= identities
@@ -668,7 +671,8 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     if isinstance(given, dict):
         for name in given:
             known = did_you_mean(name, corpus.train.classes)
-            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
+            wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
+            rule(meant_by(name) in places, "class-weights", name, wanted)
     counts = torch.bincount(corpus.train.labels[ids], minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))

@@ -31,7 +31,12 @@ PARSERS: list[tuple[str, Callable[[str], Any], dict[str, Any], list[str]]] = [
     ("compression", parse_compression, {"auto": ("auto", 0), "powersgd:256": ("powersgd", 256)}, COMPRESSIONS),
     ("compression", lambda text: Reducer(SoloWorld(), compression=text).carry([]), {}, COMPRESSIONS),
     ("cache-limit", parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "3MiB": 3 * 2**20}, ["9" * 400, "-1", "5X"]),
-    ("checkpoint-every", parse_cadence, {"auto": None, "2": (2, "epochs"), "200s": (200, "steps")}, ["9" * 5000, "s"]),
+    (
+        "checkpoint-every",
+        parse_cadence,
+        {"auto": None, "2": (2, "epochs"), "200steps": (200, "steps")},
+        ["9" * 5000, "200s"],
+    ),
     ("shard-sizes", check_shard_sizes, {"equal": None, "3,1": None}, ["1,inf", "1,nan", "0,1", "1,,1"]),
 ]
 

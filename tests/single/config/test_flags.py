@@ -64,7 +64,6 @@ def test_the_help_of_auto_fits_a_screen(capsys: pytest.CaptureFixture[str], monk
         ("", "strategy freeze lr fit keep resume-inexact", "parts interval cut cache-dir pool auto-without context"),
         ("--strategy grid", "parts pipeline cut-by", "heads local-steps cut-at"),
         ("--strategy shared-trunk --cut-by given", "heads cut-at", "critic-every"),
-        ("--strategy local-sgd", "local-steps", "stale-after"),
         ("--freeze coherence", "interval min-gain", "eta-max cut"),
         ("--freeze percentile", "interval eta-max signal", "min-gain"),
         ("--freeze=static", "cut", "interval"),

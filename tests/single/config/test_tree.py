@@ -11,14 +11,40 @@ import torch
 import yaml
 
 import hvfreeze
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.settings import parse_compression
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import Config, fields_of, from_dict, leaves, read_yaml, sections, settings_of, to_dict
-from hvfreeze.data.settings import DataConfig
+from hvfreeze.data.settings import DataConfig, check_shard_sizes, parse_dirichlet, parse_views
+from hvfreeze.data.shards import plan_shards
+from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
+from hvfreeze.prefix.settings import parse_bytes
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training.settings import OptimizerConfig, RunConfig
+from hvfreeze.training.settings import OptimizerConfig, RunConfig, parse_cadence
 
+PLAN: dict[str, Any] = {"size": 1, "batch_size": 1, "seed": 0, "shuffle": "shard"}
+VIEWS = ["views:65537", "views:0", "views:01", "views:\u0664", "views:" + "9" * 5000, "views", "flip"]
+SKEW = ["dirichlet:1e999", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "dirichlet:", "zipf:1"]
+COMPRESSIONS = ["powersgd", "powersgd:0", "powersgd:04", "powersgd:257", "powersgd:\u0664", "powersgd:4 ", "bf16"]
+PARSERS: list[tuple[str, Callable[[str], Any], dict[str, Any], list[str]]] = [
+    ("augment", parse_views, {"fresh": ("fresh", 0), "none": ("none", 1), "views:65536": ("views", 65536)}, VIEWS),
+    ("augment", parse_augment, {}, VIEWS),
+    ("partition", parse_dirichlet, {"iid": None, "dirichlet:0.3": 0.3, "dirichlet:1e9": 1e9}, SKEW),
+    ("partition", lambda text: plan_shards([0], [0], **PLAN, partition=text), {}, SKEW),
+    ("compression", parse_compression, {"auto": ("auto", 0), "powersgd:256": ("powersgd", 256)}, COMPRESSIONS),
+    ("compression", lambda text: Reducer(SoloWorld(), compression=text).carry([]), {}, COMPRESSIONS),
+    ("cache-limit", parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "3MiB": 3 * 2**20}, ["9" * 400, "-1", "5X"]),
+    (
+        "checkpoint-every",
+        parse_cadence,
+        {"auto": None, "2": (2, "epochs"), "200steps": (200, "steps")},
+        ["9" * 5000, "200s"],
+    ),
+    ("shard-sizes", check_shard_sizes, {"equal": None, "3,1": None}, ["1,inf", "1,nan", "0,1", "1,,1"]),
+]
 EXACT = "head: multi-level\nhead_fit: exact\naugment: none"
 
 
@@ -131,3 +157,14 @@ def test_paths_and_the_numbers_of_numpy_and_torch_are_taken() -> None:
     assert RunConfig(run_dir="") == RunConfig(), "an empty path is none"
     trunk = from_dict({"strategy": "shared-trunk", "head_lr": "0.1,0.2", "cut_by": "given", "cut_at": 2})
     assert trunk.optimizer.head_rates() == [0.1, 0.2] and SharedTrunkConfig.of(trunk).starts() == [2]
+
+
+@pytest.mark.parametrize(("flag", "parse", "values", "refused"), PARSERS)
+def test_values_are_read_or_refused_alike_by_all_who_read_them(
+    flag: str, parse: Callable[[str], Any], values: dict[str, Any], refused: list[str]
+) -> None:
+    assert {text: parse(text) for text in values} == values
+    for text in refused:
+        with pytest.raises(UsageError) as refusal:
+            parse(text)
+        assert str(refusal.value).startswith(f"--{flag} ({text}) must be ")

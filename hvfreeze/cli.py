@@ -14,7 +14,7 @@ from hvfreeze.errors import EXIT_CODES, UsageError
 from hvfreeze.torch_imports import kept_for_good
 from hvfreeze.wording import did_you_mean
 
-DESCRIPTION = "Fine-tune image classifiers on CPUs, on one machine or many. Start with: hvfreeze auto digits"
+DESCRIPTION = "Fine-tune image classifiers on CPUs. Start with: hvfreeze auto digits"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, each_label, of_classes, of_labels, of_numbers
+from hvfreeze.metrics import (
+    LOWER_IS_BETTER,
+    WORDS,
+    auroc,
+    best_thresholds,
+    each_label,
+    of_classes,
+    of_labels,
+    of_numbers,
+)
 
 Samples = Tensor | NDArray[np.int64]
 """Sample ids, (N,) int64."""
@@ -102,6 +111,12 @@ class Task(ABC):
     def by_output(self, kept: NDArray[Any], labels: NDArray[Any], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return a table row with the metrics of each output, for several labels or numbers."""
         return []
+
+    @property
+    def decisive(self) -> tuple[str, bool]:
+        """Name of the number that compares models in `hvfreeze auto`, for messages, and whether lower is better."""
+        name = self.metric or self.usual_metric
+        return (WORDS[name], name in LOWER_IS_BETTER) if name else ("loss", True)
 
     def decides(self, found: Mapping[str, float]) -> float | None:
         """Return the value of `metric`, signed so that higher is better; None if loss and accuracy decide."""

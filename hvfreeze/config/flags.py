@@ -97,7 +97,8 @@ ASSUMED = {"augment": "views:1", "image_size": 32, "validation_fraction": 0.1, "
 IMPLIED: dict[str, dict[str, Any]] = {
     "static": {"cut": 1},
     "kernel": {"head": "multi-level"},
-    TEXT: {"model": TINY_LM, "augment": "none"},
+    "given": {"cut_at": "1"},
+    TEXT: {"model": TINY_LM, "augment": "none", "image_size": None},
 }
 """Settings that a choice needs to be valid."""
 

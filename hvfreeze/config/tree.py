@@ -92,7 +92,7 @@ class Config:
         why = "it fits fixed views of each sample"
         rule(self.data.cacheable(), "augment", self.data.augment, f"none or views:K {solved}", why)
         alone = f"left out {solved}, which freezes every block but the head"
-        rule((freeze.freeze, freeze.cut) in (("none", None), SOLVED), "freeze", freeze.freeze, alone)
+        rule(freeze.freeze == "none" or (freeze.freeze, freeze.cut) == SOLVED, "freeze", freeze.freeze, alone)
         rule(strategy == "replicas", "strategy", strategy, f"replicas {solved}")
 
     def _check_text(self) -> None:

@@ -141,6 +141,10 @@ FILES = Alternative("another --data than digits", lambda config: config.data.dat
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 SIZED = Alternative("--image-size PIXELS", lambda config: config.data.image_size is not None)
 HELD_OUT = Alternative("--validation-fraction F, such as 0.1", lambda config: config.data.validation_fraction > 0)
+FLIPPED = Alternative(
+    "--augment fresh or views:K, or --head-fit exact or kernel",
+    lambda config: config.data.augment != "none" or config.head.solved,
+)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
 Partition = Annotated[str, reads(parse_dirichlet)]
 Sizes = Annotated[str, reads(check_shard_sizes)]
@@ -277,9 +281,8 @@ class DataConfig(Section):
         "auto (on; with more than 25,000 samples in hvfreeze auto mean; off if training samples show that left and "
         "right matter) or off",
         brief="horizontal flips: auto, on, mean or off",
-        of=IMAGES,
+        of=(IMAGES, FLIPPED),
     )
-
     recipe: Annotated[str, reads(parse_recipe)] = setting(
         "crop",
         "LIST",

@@ -50,6 +50,7 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
+from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
@@ -68,7 +69,7 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
-from hvfreeze.training.verb_settings import solving, with_flips
+from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
@@ -76,13 +77,15 @@ FEW_BATCHES = 20
 """Number of batches below which BatchNorm's running statistics (momentum 0.1) keep an eighth of the pretrained ones."""
 
 
-def notes_on_freezing(config: Config) -> list[str]:
-    """Return notes on blocks that keep random weights."""
+def notes_on_freezing(config: Config, *, trains: bool) -> list[str]:
+    """Return notes on random weights; `trains` is True if the run has training steps."""
     settings = config.freeze
     if config.model.weights != "none":
         return []
-    if settings.auto and config.optimizer.epochs == 1:
-        return ["the head is fitted to a network with random weights; hvfreeze auto is for trained --weights"]
+    if settings.auto:
+        does = "training from scratch, without a trial" if trains else "fitting a head to a network with random weights"
+        way = "DEFAULT" if has_published(config.model.model) else "FILE"
+        return [f"no --weights: {does}; --weights {way} starts from pretrained weights"]
     if settings.cut and not settings.auto:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
@@ -217,8 +220,9 @@ def assemble(
     feed, evaluated, normalisation, notes = load_share(
         config, world, corpus, replica=replica, rows=rows, model=chain.model
     )
+    details = list[str]()
     if normalisation is not None and isinstance(feed.images, Images):
-        notes = [normalisation.describe(), *notes]
+        (notes if normalisation.advice else details).insert(0, normalisation.describe())
     if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
         task = corpus.task
         forms = try_token_forms(chain, feed, blueprint.image_shape, task=task, place=place, world=world)
@@ -281,6 +285,7 @@ def assemble(
         flips=flips,
         flip_trial=finding,
         notes=[*notes, *notes_on_mean(factory, settings)],
+        details=details,
     )
 
 
@@ -295,7 +300,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     def table() -> Work:
         if settings.head.solved:
             factory.check_held_out(settings.head.head_fit)
-        solved = solving(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
+        solved = for_head(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
         return factory.work(solved, cut=settings.freeze.cut or 0 if settings.freeze.auto else 0, evaluated=evaluated)
 
     work = raise_on_all_ranks(world, table, name="work")
@@ -306,7 +311,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     budget.begin()
     if seconds is not None and not settings.run.resume:
         step = work.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
-        least = (work.solve, "fitting the head") if settings.head.solved else (step, "a step")
+        least = (work.head_fit, "fitting the head") if settings.head.solved else (step, "a step")
         budget.check(least[0], what=least[1])
     return budget
 
@@ -432,7 +437,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *([job.conflict.describe()] if job.conflict else []),
         *notes,
         *kept,
-        *notes_on_freezing(config),
+        *notes_on_freezing(config, trains=bool(plan.trained)),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)

@@ -38,6 +38,7 @@ AUTO_DEFAULTS = {
 MOST_THREADS = 4096
 
 SGD = Alternative("--optimizer sgd", lambda config: config.optimizer.optimizer == "sgd")
+UNTIMED = Alternative("a run without --time-budget", lambda config: config.run.time_budget == "none")
 RESUMED = Alternative("--resume", lambda config: config.run.resume)
 NAMED = Alternative("a named --optimizer", lambda config: config.optimizer.optimizer != AUTO)
 
@@ -112,7 +113,7 @@ class OptimizerConfig(Section):
         "N",
         "passes over the training samples; in hvfreeze auto: the most work, in epochs of full fine-tuning",
         brief="work, in epochs of full fine-tuning",
-        of=TRAINED,
+        of=(TRAINED, UNTIMED),
     )
     batch_size: Count = setting(
         128,

@@ -8,73 +8,40 @@ import pytest
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.data.settings import DataConfig, parse_dirichlet, parse_views
+from hvfreeze.data.settings import check_shard_sizes, parse_dirichlet, parse_views
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
-from hvfreeze.prefix.settings import CacheConfig, parse_bytes
-from hvfreeze.training.settings import OptimizerConfig, RunConfig, parse_cadence
+from hvfreeze.prefix.settings import parse_bytes
+from hvfreeze.training.settings import parse_cadence
 
-READ: list[tuple[Callable[[str], Any], dict[str, Any]]] = [
+VIEWS = ["views:65537", "views:0", "views:01", "views:\u0664", "views:" + "9" * 5000, "views", "flip"]
+LABEL_SKEW = ["dirichlet:1e999", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "dirichlet:", "zipf:1"]
+COMPRESSIONS = ["powersgd", "powersgd:0", "powersgd:04", "powersgd:257", "powersgd:\u0664", "powersgd:4 ", "bf16"]
+PARSERS: list[tuple[str, Callable[[str], Any], dict[str, Any], list[str]]] = [
+    ("augment", parse_views, {"fresh": ("fresh", 0), "none": ("none", 1), "views:65536": ("views", 65536)}, VIEWS),
+    ("augment", parse_augment, {}, VIEWS),
+    ("partition", parse_dirichlet, {"iid": None, "dirichlet:0.3": 0.3, "dirichlet:1e9": 1e9}, LABEL_SKEW),
     (
-        parse_views,
-        {"fresh": ("fresh", 0), "none": ("none", 1), "views:1": ("views", 1), "views:65536": ("views", 65536)},
+        "partition",
+        lambda text: plan_shards([0], [0], size=1, batch_size=1, seed=0, shuffle="shard", partition=text),
+        {},
+        LABEL_SKEW,
     ),
-    (parse_dirichlet, {"iid": None, "dirichlet:0.3": 0.3, "dirichlet:1e9": 1e9}),
-    (
-        parse_compression,
-        {"none": ("none", 0), "fp16": ("fp16", 0), "auto": ("auto", 0), "powersgd:256": ("powersgd", 256)},
-    ),
-    (parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "20G": 20 * 2**30, "3MiB": 3 * 2**20}),
-    (parse_cadence, {"auto": None, "2": (2, "epochs"), "200s": (200, "steps"), "0": (0, "epochs")}),
+    ("compression", parse_compression, {"auto": ("auto", 0), "powersgd:256": ("powersgd", 256)}, COMPRESSIONS),
+    ("compression", lambda text: Reducer(SoloWorld(), compression=text).carry([]), {}, COMPRESSIONS),
+    ("cache-limit", parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "3MiB": 3 * 2**20}, ["9" * 400, "-1", "5X"]),
+    ("checkpoint-every", parse_cadence, {"auto": None, "2": (2, "epochs"), "200s": (200, "steps")}, ["9" * 5000, "s"]),
+    ("shard-sizes", check_shard_sizes, {"equal": None, "3,1": None}, ["1,inf", "1,nan", "0,1", "1,,1"]),
 ]
 
 
-@pytest.mark.parametrize(("parse", "values"), READ)
-def test_values_are_read(parse: Callable[[str], Any], values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("flag", "parse", "values", "refused"), PARSERS)
+def test_values_are_read_or_refused_alike_by_all_who_read_them(
+    flag: str, parse: Callable[[str], Any], values: dict[str, Any], refused: list[str]
+) -> None:
     assert {text: parse(text) for text in values} == values
-
-
-def shards(text: str) -> Any:
-    return plan_shards([0, 1] * 8, range(16), size=2, batch_size=1, seed=0, shuffle="shard", partition=text)
-
-
-REFUSED: dict[str, tuple[list[Callable[[str], Any]], list[str]]] = {
-    "augment": (
-        [lambda text: DataConfig(augment=text), parse_augment],
-        ["views:65537", "views:0", "views:01", "views:\u0664", "views:" + "9" * 5000, "views", "flip"],
-    ),
-    "partition": (
-        [lambda text: DataConfig(partition=text), shards],
-        ["dirichlet:1e999", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "dirichlet:", "zipf:1"],
-    ),
-    "compression": (
-        [lambda text: OptimizerConfig(compression=text), lambda text: Reducer(SoloWorld(), compression=text).carry([])],
-        ["powersgd", "powersgd:0", "powersgd:04", "powersgd:257", "powersgd:\u0664", "powersgd:4 ", "bf16"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("flag", "text"), [(flag, text) for flag, (_, texts) in REFUSED.items() for text in texts])
-def test_a_bad_value_is_refused_alike_wherever_it_is_read(flag: str, text: str) -> None:
-    messages = set()
-    for read in REFUSED[flag][0]:
+    for text in refused:
         with pytest.raises(UsageError) as refusal:
-            read(text)
-        messages.add(str(refusal.value))
-    assert len(messages) == 1 and messages.pop().startswith(f"--{flag} ({text}) must be ")
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: CacheConfig(cache_limit="9" * 400),
-        lambda: RunConfig(checkpoint_every="9" * 5000),
-        lambda: RunConfig(threads=10**30),
-        lambda: DataConfig(shard_sizes="1,inf"),
-    ],
-    ids=["cache-limit", "checkpoint-every", "threads", "shard-sizes"],
-)
-def test_a_number_beyond_all_measure_is_a_usage_error(build: Callable[[], object]) -> None:
-    with pytest.raises(UsageError, match="must be"):
-        build()
+            parse(text)
+        assert str(refusal.value).startswith(f"--{flag} ({text}) must be ")

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.optim import Objective
-from hvfreeze.training.verb_settings import solving, tuning
+from hvfreeze.training.verb_settings import for_head, for_network
 
 FEATURES = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).contiguous(
     memory_format=torch.channels_last
@@ -69,4 +69,4 @@ def test_mixing_keeps_the_memory_format() -> None:
 
 def test_a_stage_that_solves_a_head_mixes_nothing() -> None:
     config = from_dict({"freeze": "auto", "mixup": 0.2, "weights": "w.pt"})
-    assert solving(config).optimizer.mixup == 0 and tuning(config).optimizer.mixup == 0.2
+    assert for_head(config).optimizer.mixup == 0 and for_network(config).optimizer.mixup == 0.2

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from hvfreeze.optim import Mixture, Objective
+from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task, class_weights, scaled_weights
 from tests.program import call
 from tests.single.refusing import refused
@@ -84,7 +85,11 @@ def digest(run: Path, words: str, data: str, *more: str) -> str:
 
 
 TRAIN = "train --epochs 1"
-COMMANDS = [TRAIN, "auto --epochs 1", "train --head-fit exact --head multi-level", "train --strategy grid --epochs 1"]
+COMMANDS = [TRAIN, "auto --epochs 1", "train --head-fit exact --head multi-level"]
+PARTS = {"local-critics": " --parts 2"}
+COMMANDS += [
+    f"{TRAIN} --strategy {name}{PARTS.get(name, '')}" for name, kind in STRATEGIES.items() if kind.takes_weights
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS)

@@ -53,6 +53,8 @@ class Listing:
     """The labels of the paths, in the task's form; None: each path's class is its folder."""
     kind: str = "classes"
     """The kind of labels, a key of `tasks.TASKS`."""
+    weights: NDArray[np.float64] | None = None
+    """Sample weights of the paths, at least 0; None means equal weights."""
 
     def labels(self) -> Tensor:
         """Return the labels of the paths; a class is an index into `classes`."""
@@ -66,8 +68,10 @@ class Listing:
     def chosen(self, rows: Ids) -> Listing:
         """Return the listing of a subset of the images."""
         paths = tuple(self.paths[row] for row in rows)
+        sizes, times = self.num_bytes[rows], self.times[rows]
         given = None if self.given is None else self.given[rows]
-        return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows], given=given)
+        weights = None if self.weights is None else self.weights[rows]
+        return replace(self, paths=paths, num_bytes=sizes, times=times, given=given, weights=weights)
 
     def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
         """Return the distinct (height, width) of at most 64 evenly spaced images, each with an example file.
@@ -112,8 +116,10 @@ class Folders:
     def digest(self) -> str:
         """Return the SHA-256 over splits, labels, paths and sizes; equal trees give equal digests on every machine."""
         parts = [
-            (name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind)
-            + (() if each.given is None else (hashlib.sha256(each.given.tobytes()).hexdigest(),))
+            (
+                *(name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind),
+                *(hashlib.sha256(own.tobytes()).hexdigest() for own in (each.given, each.weights) if own is not None),
+            )
             for name, each in self.listings.items()
         ]
         return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()

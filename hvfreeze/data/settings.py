@@ -203,6 +203,13 @@ class DataConfig(Section):
         "the column with train, val or test; none: a tenth is held out; default: split, subset and the like",
         of=TABLE,
     )
+    weight_column: str | None = setting(
+        None,
+        "NAME",
+        "the column with the weight of each training image in the loss, 0 leaves it out; none: equal weights; default: "
+        "weight, sample_weight and the like",
+        of=COLUMNS,
+    )
     test_table: Table | None = setting(None, "FILE", "a table with the test samples, with the same columns", of=TABLE)
     train_samples: Count | None = setting(
         None, "N", "train on a stratified subset of N samples", brief="number of training samples [all]"

@@ -61,7 +61,7 @@ from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
-from hvfreeze.tasks import Classes, Numbers, Task, class_weights
+from hvfreeze.tasks import Classes, Numbers, Task, class_weights, scaled_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -674,9 +674,11 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     Raises:
         UsageError: a setting does not fit the labels, or names an unknown class.
     """
-    check_task(config, corpus.task.kind)
+    check_task(config, corpus)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
     ids = torch.from_numpy(np.unique(np.concatenate(corpus.plan.shards)))
+    if corpus.train.weights is not None:
+        task = replace(task, sample_weights=scaled_weights(corpus.train.weights, ids))
     if config.run.metric is not None:
         fitting = METRICS[task.kind]
         rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
@@ -693,14 +695,15 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
             known = did_you_mean(name, corpus.train.classes)
             wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
             rule(meant_by(name) in places, "class-weights", name, wanted)
-    counts = torch.bincount(corpus.train.labels[ids], minlength=task.outputs)
+    each = None if task.sample_weights is None else task.sample_weights[ids]
+    counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))
 
 
-def check_task(config: Config, kind: str) -> None:
-    """Raise UsageError for settings that do not fit labels of this kind."""
-    strategy, optimizer = config.strategy.strategy, config.optimizer
+def check_task(config: Config, corpus: Corpus) -> None:
+    """Raise UsageError for settings that do not fit the labels or the weights of the samples."""
+    kind, strategy, optimizer = corpus.task.kind, config.strategy.strategy, config.optimizer
     other = kind != "classes"
     labels = {"labels": "several labels per sample", "numbers": "numbers"}.get(kind, "classes")
     for flag, value, bad, remedy in (
@@ -716,6 +719,11 @@ def check_task(config: Config, kind: str) -> None:
     ):
         if bad:
             raise UsageError(f"--{flag} ({value}) does not fit the dataset, which has {labels}; {remedy}")
+    if corpus.train.weights is not None and not config.strategy.takes_weights:
+        raise UsageError(
+            f"--strategy ({strategy}) does not fit the dataset, which has sample weights; use --weight-column none, or "
+            "another strategy"
+        )
 
 
 def build_equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

@@ -82,7 +82,7 @@ def test_a_wrong_command_line_gets_a_line_that_says_what_to_type(line: str, word
 
 
 NAMES = {"model", "blocks", "weights", "tasks", "run_dir", "data_dir", "cache_dir", "data_seed", "std"}
-NAMES |= {"image_column", "label_column", "label_delimiter", "split_column"}
+NAMES |= {"image_column", "label_column", "label_delimiter", "split_column", "weight_column"}
 """Settings that are names or any number, or are checked with another one."""
 VALUED = [name for name, (_, _, kind) in leaves().items() if bool not in (kind, *getattr(kind, "__args__", ()))]
 

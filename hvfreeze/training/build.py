@@ -612,7 +612,7 @@ def check_apart_from_data(directory: Path, data: DataConfig) -> None:
         raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
     runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
     if runs:
-        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+        raise UsageError(f"--run-dir ({directory}) holds other runs ({first_few(runs)}); name a new folder in it")
     root = data.data_dir if data.data == "imagefolder" else None
     above = None if root is None else class_folder_of(directory, Path(root))
     if above is not None:

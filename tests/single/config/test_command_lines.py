@@ -9,7 +9,7 @@ from hvfreeze.config.flags import configuration, flag_of, number_or_text
 from hvfreeze.config.tree import leaves, owners
 from hvfreeze.errors import UsageError
 
-TRUNK, GRID, UNKNOWN = "train --strategy shared-trunk ", "train --strategy grid ", " is unknown here: it belongs to "
+TRUNK, GRID, UNKNOWN = "train --strategy shared-trunk ", "train --strategy grid ", " needs "
 WRONG = {
     # a word that is not known
     "trian": "did you mean 'train'?",

@@ -87,7 +87,7 @@ def test_the_last_fifth_of_the_steps_weights_classes(tmp_path: Path) -> None:
         ({"class_weights": "a=0"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "a=1,a=2"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "balanced", "strategy": "shared-trunk"}, "set loss: balanced in --tasks FILE"),
-        ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "belongs to --data of images"),
+        ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "needs --data of images"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(flags: dict[str, str], message: str) -> None:

@@ -289,7 +289,10 @@ def configuration(options: argparse.Namespace) -> Config:
         words = words_of(flags) if flags.get("freeze") == AUTO else words
         raise UsageError(f"--freeze auto is a separate command; type: hvfreeze {shlex.join(words)}")
     if options.command == AUTO and not {"data", "data_dir"} & settings.keys():
-        raise UsageError("DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits")
+        why = f"--run-dir ({flags.get('run_dir')}) holds no run to resume, and " if flags.get("resume") else ""
+        raise UsageError(
+            f"{why}DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits"
+        )
     return from_dict(settings, source=source)
 
 

@@ -128,7 +128,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
                 pace.after_evaluation(time.monotonic() - began)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.report()
-    shown = job.epoch_in_words(job.part_epoch)
+    shown = job.epoch_in_words(job.part_epoch).ljust(len(job.epoch_in_words(job.opened.epochs - 1)))
     images = job.images_of(job.part_step) - job.images_of(job.part_epoch * job.steps_per_epoch)
     loss, accuracy = mean(trained)
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}

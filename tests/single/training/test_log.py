@@ -27,7 +27,7 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "note: no --weights: training from scratch, without a trial; --weights DEFAULT starts from pretrained weights"
     )
     steps = [
-        re.match(r"step (\d+) of (\d+), epoch +(\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
+        re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
         for line in lines
     ]
     first, *_, last = [found for found in steps if found]
@@ -47,7 +47,7 @@ def test_a_budget_of_time_makes_the_number_of_steps_an_estimate(
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
     outcome = call("train", "--data", *SMALL, "--time-budget", "5s", "--run-dir", str(tmp_path / "run"))
-    assert re.search(r"^step 1 of about \d+, epoch +1: loss ", outcome.stdout, re.MULTILINE), str(outcome)
+    assert re.search(r"^step 1 of about \d+, epoch 1: loss ", outcome.stdout, re.MULTILINE), str(outcome)
 
 
 def test_a_folder_without_a_checkpoint_is_noted_where_a_run_was_to_be_resumed(tmp_path: Path) -> None:

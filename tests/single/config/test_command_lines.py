@@ -28,7 +28,7 @@ WRONG = {
     "auto digits --freeze none": "it is a flag of hvfreeze train",
     "auto digits more": "unknown argument 'more'",
     "auto --epochs 3": "type hvfreeze auto DIR",
-    "auto --resume --run-dir /nope": "--run-dir (/nope) holds no run to resume, and DATA is missing: type hvfreeze auto",
+    "auto --resume --run-dir /nope": "(/nope) holds no run to resume, and DATA is missing: type hvfreeze auto",
     "auto digit": "DATA (digit) does not exist; did you mean 'digits'?",
     "auto photos --data-dir photos": "--data-dir (photos) must be left out",
     # another command

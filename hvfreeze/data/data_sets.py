@@ -72,6 +72,8 @@ class ImageSet:
     """Samples that are left out because they cannot be decoded, with the reasons."""
     kind: str = "classes"
     """The kind of labels, a key of `tasks.TASKS`."""
+    weights: Tensor | None = None
+    """Weight of each training sample as given, (N,) float64, at least 0; None means equal weights."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -88,8 +90,9 @@ class ImageSet:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Ids of the usable samples, ascending."""
-        return np.delete(np.arange(len(self)), list(self.broken))
+        """Ids of the usable samples, ascending: neither broken nor of weight 0."""
+        usable = np.ones(len(self), np.bool_) if self.weights is None else self.weights.numpy() > 0
+        return np.delete(np.arange(len(self)), [*self.broken, *np.flatnonzero(~usable)])
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -97,12 +100,18 @@ class ImageSet:
         return self.source.image_shape
 
     def sample_digest(self) -> str:
-        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex."""
+        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex.
+
+        Small images are kept, so that loading the pixels does not decode the files again.
+        """
         digest = hashlib.sha256()
-        for sample_id in evenly(self.ids, 16):
+        for sample_id in evenly(self.ids, 16).tolist():
             # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
-                digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
+                pixels = np.ascontiguousarray(self.decode(sample_id))
+                digest.update(pixels.data)
+                if isinstance(self.source, FileSource) and pixels.nbytes <= MOST_KEPT_BYTES:
+                    self.source.decoded[sample_id] = pixels
         return digest.hexdigest()
 
     def decode(self, sample_id: int) -> PixelArray:
@@ -151,6 +160,8 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 _DIGITS_SEED = 0
+MOST_KEPT_BYTES = 2**20
+"""Bytes of an image up to which a sampled one is kept."""
 MOST_CLASSES = 1000
 """Number of different labels above which classes must have two training samples on average."""
 
@@ -415,6 +426,7 @@ def _joined(
             source=split.source,
             broken=split.broken,
             kind=train.kind,
+            weights=split.weights,
         )
         for part, split in splits.items()
     }
@@ -452,7 +464,9 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
             reading=reading,
             oblong=is_oblong(folders.counts),
         )
-        sets[part] = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+        weights = None if listing.weights is None or part == "test" else torch.from_numpy(listing.weights)
+        own = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+        sets[part] = replace(own, weights=weights)
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut, *notes_on_absent(sets)])
 
 

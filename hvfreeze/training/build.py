@@ -52,7 +52,7 @@ from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
-from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.progress import RunLogger
@@ -121,8 +121,11 @@ def open_corpus(
     replicas: int,
     whole_batches: bool,
     holds_out: bool = False,
+    clock: PhaseClock | None = None,
 ) -> Corpus:
-    """Open the data and plan its shards without decoding; see `deal`. Collective."""
+    """Open the data and plan its shards without decoding; see `deal`. `clock` measures the set-up. Collective."""
+    clock = clock or PhaseClock(SET_UP_PHASES)
+    clock.enter("listing")
     raise_on_all_ranks(
         world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
     )
@@ -151,9 +154,12 @@ def open_corpus(
         ),
         name="data",
     )
+    clock.enter("headers")
     splits = count_special_files(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
+    clock.enter("decoding")
     if data.skip_bad:
         splits = without_broken(splits, world)
+    clock.enter("other")
     return raise_on_all_ranks(
         world,
         lambda: deal(
@@ -213,14 +219,18 @@ def assemble(
     corpus: Corpus,
     *,
     started: float = 0.0,
+    set_up: PhaseClock | None = None,
 ) -> Job:
-    """Assemble the job and load this rank's pixels. For `started` see `run`. Collective."""
+    """Assemble the job and load this rank's pixels; `set_up` measures that. For `started` see `run`. Collective."""
+    set_up = set_up or PhaseClock(SET_UP_PHASES)
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
+    set_up.enter("decoding")
     feed, evaluated, normalisation, notes = load_share(
         config, world, corpus, replica=replica, rows=rows, model=chain.model
     )
     details = list[str]()
+    set_up.enter("other")
     if normalisation is not None and isinstance(feed.images, Images):
         (notes if normalisation.advice else details).insert(0, normalisation.describe())
     if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
@@ -229,10 +239,12 @@ def assemble(
         if forms is not None:
             config = replace(config, head=replace(config.head, tokens=forms.best))
             notes = [*notes, forms.line()]
+    set_up.enter("duplicates")
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None and corpus.train.kind == "classes":
         conflict = conflict_of(world, corpus, feed)
+    set_up.enter("other")
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
     )
@@ -256,9 +268,10 @@ def assemble(
     finding = None
     if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
-        finding = find_out(
-            chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
-        )
+        with set_up.within("flips"):
+            finding = find_out(
+                chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
+            )
     flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
     budget = open_budget(factory, settings, evaluated=tested, started=started)
@@ -395,8 +408,9 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory is invalid; on all ranks.
     """
-    asked = config
+    asked, set_up = config, PhaseClock(SET_UP_PHASES)
     started, config = time.monotonic() if started is None else started, config.resolved()
+    set_up.seconds["start"] = time.monotonic() - started
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     config, prepared = with_processor_settings(config, world)
     # Collective, so it is always called, even if its result is unused: environments may differ between hosts.
@@ -409,13 +423,15 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     directory = open_run_directory(config, world, environment)
     trackers = config.run.trackers()
     raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
-    corpus, identities = open_agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
+    holds_out = config.freeze.auto or config.head.solved
+    corpus, identities = open_agreed_corpus(config, world, holds_out=holds_out, clock=set_up)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
-    chain, notes = build_equal_model(config, world, blueprint)
+    with set_up.within("model"):
+        chain, notes = build_equal_model(config, world, blueprint)
     config, kept = with_pretrained_statistics(config, corpus, chain)
-    job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
+    job = assemble(config, world, directory, blueprint, chain, corpus, started=started, set_up=set_up)
     job.data_identities |= identities
     # Last, so that a run that fails to start leaves its directory unchanged.
     job.record = raise_on_all_ranks(
@@ -448,6 +464,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *rests,
         *job.record.notes,
     ]
+    job.set_up_seconds = set_up.read()
     return job
 
 
@@ -578,10 +595,12 @@ def open_run_directory(config: Config, world: World, environment: dict[str, Any]
     return directory
 
 
-def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
+def open_agreed_corpus(
+    config: Config, world: World, *, holds_out: bool, clock: PhaseClock | None = None
+) -> tuple[Corpus, dict[str, str]]:
     """Return the samples and their digests, after checking that they are equal on all ranks. Collective.
 
-    For `holds_out` see `deal`.
+    For `holds_out` see `deal`, for `clock` see `open_corpus`.
     """
     replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
@@ -597,6 +616,7 @@ def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tupl
         replicas=replicas,
         whole_batches=not config.head.solved,
         holds_out=holds_out,
+        clock=clock,
     )
     remedy = "start all ranks with the same command, on equal data"
     if ":" in config.data.data:

@@ -69,23 +69,21 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
     ("text", "wanted"),
     [
         # Values are written as on the command line.
-        ("cache: on\naugment: none\nquiet: on", {"cache": "on", "quiet": True}),
-        ("flips: off\nquiet: Off", {"flips": "off", "quiet": False}),
+        ("cache: on\naugment: views:1\nquiet: on\nflips: off", {"cache": "on", "quiet": True, "flips": "off"}),
         ("lr: 1e-3\nclip_grad: .5e+1\nhead_lr: 1e-3", {"lr": 1e-3, "clip_grad": 5.0, "head_lr": "1e-3"}),
-        ("lr: 2.E5\nseed: 010\ndata_seed: -010", {"lr": 2e5, "seed": 10, "data_seed": -10}),
+        ("lr: 2.E5\nseed: 010\ndata_seed: -010\nquiet: Off", {"lr": 2e5, "seed": 10, "data_seed": -10, "quiet": False}),
         ("lr: 1\nseed: 08\ndata_seed: 0x10\nquiet: yes", {"lr": 1.0, "seed": 8, "data_seed": 16, "quiet": True}),
         ("vote_weight: [1, 2.5]\nfreeze: linear", {"vote_weight": "1,2.5"}),
         # Settings follow from others, unless they are given.
         ("blocks: stage", settings_of(Config().resolved())),
         ("strategy: subnets", {"momentum": 0.0}),
-        ("strategy: subnets\nmomentum: 0.5", {"momentum": 0.5}),
-        ("strategy: grid", {"momentum": 0.9, "blocks": "residual"}),
+        ("strategy: grid\nmomentum: 0.5", {"momentum": 0.5, "blocks": "residual"}),
         ("strategy: local-critics", {"blocks": "residual"}),
         (EXACT, {"epochs": 1, "freeze": "static", "cut": 1}),
         ("freeze: auto", {"head": "multi-level", "head_fit": "kernel", "epochs": 16}),
         ("freeze: {freeze: auto, cut: 3}", {"optimizer": "auto", "lr": 3e-4, "schedule": "cosine"}),
         ("freeze: auto\nepochs: 4\nhead: last", {"head": "last", "epochs": 4, "head_fit": "exact"}),
-        ("freeze: auto\nlr: 0.1\ncache: on", {"lr": 0.1, "optimizer": "adamw"}),
+        ("freeze: auto\nlr: 0.2\ncache: on", {"lr": 0.2, "optimizer": "adamw"}),
         ("freeze: auto\noptimizer: sgd", {"lr": 0.1}),
         # Files of earlier versions have names and sections of their time.
         ("head: {mirror: off, head: multi-level, head_fit: exact, pool: 2}\naugment: none", {"flips": "off"}),

@@ -74,8 +74,8 @@ class Probe:
         """Fit the model's own last layer to the samples, before fine-tuning. Collective."""
         seen = self._see(chain)
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
-        labels = seen.labels[~seen.held]
-        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels))
+        labels, samples = seen.labels[~seen.held], seen.samples[~seen.held]
+        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels, samples))
         _, layer = before_last_layer(chain)
         fit = fit_linear(rows, task=self.task, world=self.world, penalties=(PENALTY,))
         assert fit is not None, "a fit without `stop` runs to its end"
@@ -133,7 +133,7 @@ class Probe:
         return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
     def _solved(self, seen: Seen, *, is_fine_tuned: bool) -> float:
-        weights = self.task.weights_of(seen.labels)
+        weights = self.task.weights_of(seen.labels, seen.samples)
         rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples, weights)
         fit = fit_kernel(
             rows,

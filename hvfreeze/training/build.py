@@ -30,7 +30,7 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, meant_by
+from hvfreeze.data.folders import Folders, class_folder_of, first_few, first_image, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -50,17 +50,18 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
+from hvfreeze.model.small_maps import note_on_small_maps
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
-from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
-from hvfreeze.tasks import Classes, Numbers, Task, class_weights
+from hvfreeze.tasks import Classes, Numbers, Task, class_weights, scaled_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -430,6 +431,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     with set_up.within("model"):
         chain, notes = build_equal_model(config, world, blueprint)
+    if world.rank == 0:
+        notes += note_on_small_maps(config.model.model, chain.model, blueprint.image_shape)
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started, set_up=set_up)
     job.data_identities |= identities
@@ -587,12 +590,33 @@ def open_run_directory(config: Config, world: World, environment: dict[str, Any]
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     given = config.run.run_dir or str(Path("runs") / named)
     directory = Path(world.broadcast_object(given, name="run.directory")).resolve()
-    raise_on_all_ranks(
-        world,
-        lambda: check_directory(directory, to_dict(config), environment) if world.rank == 0 else None,
-        name="directory",
-    )
+
+    def check() -> None:
+        if world.rank == 0:
+            check_directory(directory, to_dict(config), environment)
+            check_apart_from_data(directory, config.data)
+
+    raise_on_all_ranks(world, check, name="directory")
     return directory
+
+
+def check_apart_from_data(directory: Path, data: DataConfig) -> None:
+    """Raise UsageError if a new run's directory holds images, other runs, or would be a class of the data.
+
+    `directory` is absolute.
+    """
+    if (directory / "config.yaml").exists():
+        return
+    found = first_image(directory)
+    if found is not None:
+        raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
+    runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
+    if runs:
+        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+    root = data.data_dir if data.data == "imagefolder" else None
+    above = None if root is None else class_folder_of(directory, Path(root))
+    if above is not None:
+        raise unusable(directory, f"is in {above}, whose folders are the classes of the data")
 
 
 def open_agreed_corpus(
@@ -650,9 +674,11 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     Raises:
         UsageError: a setting does not fit the labels, or names an unknown class.
     """
-    check_task(config, corpus.task.kind)
+    check_task(config, corpus)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
     ids = torch.from_numpy(np.unique(np.concatenate(corpus.plan.shards)))
+    if corpus.train.weights is not None:
+        task = replace(task, sample_weights=scaled_weights(corpus.train.weights, ids))
     if config.run.metric is not None:
         fitting = METRICS[task.kind]
         rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
@@ -667,15 +693,17 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     if isinstance(given, dict):
         for name in given:
             known = did_you_mean(name, corpus.train.classes)
-            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
-    counts = torch.bincount(corpus.train.labels[ids], minlength=task.outputs)
+            wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
+            rule(meant_by(name) in places, "class-weights", name, wanted)
+    each = None if task.sample_weights is None else task.sample_weights[ids]
+    counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))
 
 
-def check_task(config: Config, kind: str) -> None:
-    """Raise UsageError for settings that do not fit labels of this kind."""
-    strategy, optimizer = config.strategy.strategy, config.optimizer
+def check_task(config: Config, corpus: Corpus) -> None:
+    """Raise UsageError for settings that do not fit the labels or the weights of the samples."""
+    kind, strategy, optimizer = corpus.task.kind, config.strategy.strategy, config.optimizer
     other = kind != "classes"
     labels = {"labels": "several labels per sample", "numbers": "numbers"}.get(kind, "classes")
     for flag, value, bad, remedy in (
@@ -691,6 +719,11 @@ def check_task(config: Config, kind: str) -> None:
     ):
         if bad:
             raise UsageError(f"--{flag} ({value}) does not fit the dataset, which has {labels}; {remedy}")
+    if corpus.train.weights is not None and not config.strategy.takes_weights:
+        raise UsageError(
+            f"--strategy ({strategy}) does not fit the dataset, which has sample weights; use --weight-column none, or "
+            "another strategy"
+        )
 
 
 def build_equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

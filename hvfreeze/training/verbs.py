@@ -412,7 +412,7 @@ def score_held_out(job: Job, head_fit: Config) -> Score:
             with in_precision(head_fit.optimizer.precision):
                 logits = chain.run(images, 0, len(chain.blocks)).float()[: batch.counted]
             labels = batch.labels[: batch.counted]
-            weights = task.weights_of(labels)
+            weights = task.weights_of(labels, batch.ids[: batch.counted])
             loss = task.loss(logits.double(), labels, weights)
             totals.add(logits, labels, loss, task=task, weight=float(weights.sum()))
             if task.is_examined:

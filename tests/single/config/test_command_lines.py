@@ -14,10 +14,14 @@ WRONG = {
     # a word that is not known
     "trian": "did you mean 'train'?",
     "autos digits": "did you mean 'auto'?",
-    "train --learning-rate 0.1": "unknown argument '--learning-rate'",
+    "train --learning-rate 0.1": "unknown argument '--learning-rate'; did you mean '--lr'?",
     "train --wieghts DEFAULT": "did you mean '--weights'?",
     "train --mirror off": "it is --flips now",
     "auto digits --mirror off": "it is --flips now",
+    "auto digits --learning-rate 0.1": "unknown argument '--learning-rate'; did you mean '--lr'?",
+    "train --data photos": "; for a folder of images: --data imagefolder --data-dir photos",
+    "train --data digit": "; did you mean 'digits'?",
+    "train --checkpoint-every 200s": "must be auto, a number of epochs, or of steps as in 200steps",
     "auto digits --epoch 2": "did you mean '--epochs'?",
     "auto digits --parts 2": "it is a flag of hvfreeze train",
     "auto digits --keep best": "it is a flag of hvfreeze train",
@@ -48,13 +52,13 @@ WRONG = {
     # two that exclude each other, or belong together
     "train --cache on": "--cache (on) must be used with --augment none or views:K",
     "train --freeze static": "--freeze (static) must be given together with --cut K",
-    "train --resume": "--resume (True) must be given together with --run-dir DIR",
+    "train --resume": "--resume must be given together with --run-dir DIR",
     TRUNK + "--freeze linear": "--freeze (linear) must be left out with --strategy shared-trunk",
     "train --strategy stale-ring --mixup 0.2": "--mixup (0.2) must be left out with --strategy stale-ring",
     "train --strategy local-critics --accumulate 2": "--accumulate (2) must be left out with --strategy local-critics",
     TRUNK + "--heads 2 --tasks a.csv": "--heads (2) must be left out with --tasks",
     TRUNK + "--tasks a.csv --head-lr 0.1": "--head-lr (0.1) must be left out",
-    GRID + "--cut-by given": "--cut-at (None) must be given together with --cut-by given",
+    GRID + "--cut-by given": "--cut-at must be given together with --cut-by given",
     "train --head multi-level": "pass --head-fit exact or kernel too",
     "train --head-fit kernel --augment none": "--head (last) must be multi-level with --head-fit kernel",
     "train --head-fit exact": "--augment (fresh) must be none or views:K with --head-fit exact or kernel",
@@ -78,7 +82,7 @@ def test_a_wrong_command_line_gets_a_line_that_says_what_to_type(line: str, word
 
 
 NAMES = {"model", "blocks", "weights", "tasks", "run_dir", "data_dir", "cache_dir", "data_seed", "std"}
-NAMES |= {"image_column", "label_column", "label_delimiter", "split_column"}
+NAMES |= {"image_column", "label_column", "label_delimiter", "split_column", "weight_column"}
 """Settings that are names or any number, or are checked with another one."""
 VALUED = [name for name, (_, _, kind) in leaves().items() if bool not in (kind, *getattr(kind, "__args__", ()))]
 

@@ -73,10 +73,8 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
         ("lr: 1e-3\nclip_grad: .5e+1\nhead_lr: 1e-3", {"lr": 1e-3, "clip_grad": 5.0, "head_lr": "1e-3"}),
         ("lr: 2.E5\nseed: 010\ndata_seed: -010\nquiet: Off", {"lr": 2e5, "seed": 10, "data_seed": -10, "quiet": False}),
         ("lr: 1\nseed: 08\ndata_seed: 0x10\nquiet: yes", {"lr": 1.0, "seed": 8, "data_seed": 16, "quiet": True}),
-        (
-            "vote_weight: [1, 2.5]\nfreeze: linear\ncheckpoint_every: 3",
-            {"vote_weight": "1,2.5", "checkpoint_every": "3"},
-        ),
+        ("vote_weight: [1, 2.5]\nfreeze: linear\nepochs: 3", {"vote_weight": "1,2.5", "epochs": 3}),
+        ("checkpoint_every: 3", {"checkpoint_every": "3"}),
         # Settings follow from others, unless they are given.
         ("blocks: stage", settings_of(Config().resolved())),
         ("strategy: subnets", {"momentum": 0.0}),

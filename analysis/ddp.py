@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from analysis.parts.ddp_loop import Training, train
+from analysis.parts.ddp_loop import Training, Wrapped, train
 from analysis.parts.run_files import EpochLines, describe
 from hvfreeze.cli import parse
 from hvfreeze.comm.resources import memory_budget
@@ -32,9 +33,17 @@ from hvfreeze.strategies.opening import rows_evaluated
 from hvfreeze.training.stage_build import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"
+Optimizer = torch.optim.Optimizer
+Wrap = Callable[[nn.Module, Optimizer], tuple[Wrapped, Optimizer]]
+"""Returns model and optimizer with the gradients' exchange."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def with_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Wrapped, Optimizer]:
+    """Return the model in DistributedDataParallel, and the optimizer as it is."""
+    return DistributedDataParallel(model), optimizer
+
+
+def main(arguments: Sequence[str] | None = None, *, wrap: Wrap = with_ddp, program: str = PROGRAM) -> int:
     """Train and return the exit code."""
     rank, size = (
         int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
@@ -44,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_dir = checked(config)
         run_dir.mkdir(parents=True, exist_ok=True)
         dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
-        training = prepare(config, rank=rank, size=size)
+        training = prepare(config, rank=rank, size=size, wrap=wrap)
         if rank == 0:
-            describe(run_dir, config, program=PROGRAM, size=size)
+            describe(run_dir, config, program=program, size=size)
         batch_size = config.optimizer.batch_size
         lines = EpochLines(run_dir, training.clock, size=size, batch_size=batch_size, writes=rank == 0)
         train(training, lines, size=size)
@@ -87,7 +96,7 @@ def checked(config: Config) -> Path:
     return run_dir
 
 
-def prepare(config: Config, *, rank: int, size: int) -> Training:
+def prepare(config: Config, *, rank: int, size: int, wrap: Wrap) -> Training:
     """Build the same model and the same batches as `hvfreeze train` does."""
     torch.set_num_threads(config.run.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
     splits = open_data(config.data.data, config.data.data_dir, image_size=config.data.stored_size)
@@ -100,7 +109,10 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
         parameter.requires_grad_(False)
     trained = [parameter for parameter in chain.model.parameters() if parameter.requires_grad]
     settings = config.optimizer
-    optimizer = torch.optim.SGD(trained, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+    optimizer: Optimizer = torch.optim.SGD(
+        trained, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+    model, optimizer = wrap(chain.model, optimizer)
     feed, evaluation = open_feeds(
         corpus,
         config.data,
@@ -111,7 +123,7 @@ def prepare(config: Config, *, rank: int, size: int) -> Training:
     )
     return Training(
         config=config,
-        model=DistributedDataParallel(chain.model),
+        model=model,
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,

@@ -23,7 +23,7 @@ def on_one_line(text: str) -> str:
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at the closest known word, or ""."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Return a hint at the closest known word, else at the first of `others`, or ""."""
+    close = [*difflib.get_close_matches(word, list(known), n=1), *others]
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,15 +1,14 @@
-"""Epochs and steps of `analysis.ddp`: our batches and phases around torch's DistributedDataParallel."""
+"""Epochs and steps of `analysis.ddp` and `analysis.parts.plain_horovod`: our batches and phases, their exchange."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from analysis.parts.run_files import EpochLines
 from hvfreeze.config.tree import Config
@@ -19,12 +18,24 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.training.loop import learning_rate
 
 
+class Wrapped(Protocol):
+    """A model whose backward pass may exchange gradients, as DistributedDataParallel is."""
+
+    module: nn.Module
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+
+    def train(self) -> Any:
+        """Set training mode."""
+
+
 @dataclass
 class Training:
     """The parts of a run."""
 
     config: Config
-    model: DistributedDataParallel
+    model: Wrapped
     optimizer: torch.optim.Optimizer
     feed: TrainFeed
     evaluation: Inputs
@@ -78,7 +89,7 @@ def train_step(training: Training, batch: Batch, *, total: int) -> tuple[float, 
     value = float(loss)
     # The exchange is inside backward(), where DistributedDataParallel waits for it.
     clock.enter("backward")
-    training.optimizer.zero_grad(set_to_none=True)
+    training.optimizer.zero_grad()
     loss.backward()
     clock.enter("optimizer")
     for group in training.optimizer.param_groups:

@@ -100,12 +100,18 @@ class ImageSet:
         return self.source.image_shape
 
     def sample_digest(self) -> str:
-        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex."""
+        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex.
+
+        Small images are kept, so that loading the pixels does not decode the files again.
+        """
         digest = hashlib.sha256()
-        for sample_id in evenly(self.ids, 16):
+        for sample_id in evenly(self.ids, 16).tolist():
             # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
-                digest.update(np.ascontiguousarray(self.decode(int(sample_id))).data)
+                pixels = np.ascontiguousarray(self.decode(sample_id))
+                digest.update(pixels.data)
+                if isinstance(self.source, FileSource) and pixels.nbytes <= MOST_KEPT_BYTES:
+                    self.source.decoded[sample_id] = pixels
         return digest.hexdigest()
 
     def decode(self, sample_id: int) -> PixelArray:
@@ -154,6 +160,8 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 _DIGITS_SEED = 0
+MOST_KEPT_BYTES = 2**20
+"""Bytes of an image up to which a sampled one is kept."""
 MOST_CLASSES = 1000
 """Number of different labels above which classes must have two training samples on average."""
 

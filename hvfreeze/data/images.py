@@ -147,6 +147,8 @@ class FileSource:
     """Whether a probed image is not square."""
     odd: Mapping[str, int] | None = None
     """The result of `count_odd` for all files; None computes it on demand."""
+    decoded: dict[int, PixelArray] = field(default_factory=dict)
+    """Pixels that `decode` returns without reading the file, once."""
 
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image.
@@ -155,6 +157,9 @@ class FileSource:
             RefusedError: the file is unreadable or damaged; names it.
             UsageError: the image has another size than the others, without --image-size; names the file.
         """
+        known = self.decoded.pop(row, None)
+        if known is not None:
+            return known
         # A string: making a Path takes a tenth of the time of decoding a small image.
         path = os.path.join(self.root, self.paths[row])
         image = read_rgb(path, reading=self.reading, side=self.side)

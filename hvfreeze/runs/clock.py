@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 STEP_PHASES = ("data", "forward", "backward", "allreduce", "optimizer", "vote", "cache_read", "cache_write")
 BESIDE_TRAINING = ("checkpoint", "evaluate")
 """Phases that are not part of a training step."""
 PHASES = STEP_PHASES + BESIDE_TRAINING
+SET_UP_PHASES = ("other", "start", "listing", "headers", "model", "decoding", "duplicates", "flips")
+"""Phases before training: imports and MPI, the list of files, special conversions, the model and its weights, pixels,
+equal images, and the trial of horizontal flips.
+"""
 
 
 class PhaseClock:
     """Sums wall-clock seconds by phase, and the processor seconds of all threads of this process.
 
-    Time outside of any phase, such as the loop's own, belongs to the previous phase, so the sum is the total time.
+    It starts in the first of `phases`. Time outside of any phase, such as the loop's own, belongs to the previous
+    phase, so the sum is the total time.
     """
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.processor = dict.fromkeys(PHASES, 0.0)
-        self._phase = "data"
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self.processor = dict.fromkeys(phases, 0.0)
+        self._phase = phases[0]
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:

@@ -30,7 +30,7 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, meant_by
+from hvfreeze.data.folders import Folders, class_folder_of, first_few, first_image, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -50,10 +50,11 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
+from hvfreeze.model.small_maps import note_on_small_maps
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
-from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
@@ -121,8 +122,11 @@ def open_corpus(
     replicas: int,
     whole_batches: bool,
     holds_out: bool = False,
+    clock: PhaseClock | None = None,
 ) -> Corpus:
-    """Open the data and plan its shards without decoding; see `deal`. Collective."""
+    """Open the data and plan its shards without decoding; see `deal`. `clock` measures the set-up. Collective."""
+    clock = clock or PhaseClock(SET_UP_PHASES)
+    clock.enter("listing")
     raise_on_all_ranks(
         world, lambda: prepare_data(data.data, data.data_dir) if world.local_rank == 0 else None, name="download"
     )
@@ -151,9 +155,12 @@ def open_corpus(
         ),
         name="data",
     )
+    clock.enter("headers")
     splits = count_special_files(replace(splits, notes=[*splits.notes, *notes_on_sharing(refusal)]), world)
+    clock.enter("decoding")
     if data.skip_bad:
         splits = without_broken(splits, world)
+    clock.enter("other")
     return raise_on_all_ranks(
         world,
         lambda: deal(
@@ -213,14 +220,18 @@ def assemble(
     corpus: Corpus,
     *,
     started: float = 0.0,
+    set_up: PhaseClock | None = None,
 ) -> Job:
-    """Assemble the job and load this rank's pixels. For `started` see `run`. Collective."""
+    """Assemble the job and load this rank's pixels; `set_up` measures that. For `started` see `run`. Collective."""
+    set_up = set_up or PhaseClock(SET_UP_PHASES)
     replica, place = divmod(world.rank, world.size // corpus.plan.replicas)
     rows = rows_evaluated(config, blueprint.image_shape)
+    set_up.enter("decoding")
     feed, evaluated, normalisation, notes = load_share(
         config, world, corpus, replica=replica, rows=rows, model=chain.model
     )
     details = list[str]()
+    set_up.enter("other")
     if normalisation is not None and isinstance(feed.images, Images):
         (notes if normalisation.advice else details).insert(0, normalisation.describe())
     if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
@@ -229,10 +240,12 @@ def assemble(
         if forms is not None:
             config = replace(config, head=replace(config.head, tokens=forms.best))
             notes = [*notes, forms.line()]
+    set_up.enter("duplicates")
     content = content_of(world, corpus, feed, evaluated)
     overlap, conflict = overlap_of(world, corpus, feed, evaluated), None
     if config.strategy.tasks is None and corpus.train.kind == "classes":
         conflict = conflict_of(world, corpus, feed)
+    set_up.enter("other")
     card = raise_on_all_ranks(
         world, lambda: card_of(config, corpus, feed.images.transform, rows=rows, hashed=world.rank == 0), name="card"
     )
@@ -256,9 +269,10 @@ def assemble(
     finding = None
     if is_open(config, flips=corpus.train.flips):
         trained = config.model.weights != "none"
-        finding = find_out(
-            chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
-        )
+        with set_up.within("flips"):
+            finding = find_out(
+                chain, feed, blueprint.image_shape, task=corpus.task, trained=trained, place=place, world=world
+            )
     flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
     budget = open_budget(factory, settings, evaluated=tested, started=started)
@@ -395,8 +409,9 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     Raises:
         HvfreezeError: the configuration, the data, the weights or the run directory is invalid; on all ranks.
     """
-    asked = config
+    asked, set_up = config, PhaseClock(SET_UP_PHASES)
     started, config = time.monotonic() if started is None else started, config.resolved()
+    set_up.seconds["start"] = time.monotonic() - started
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
     config, prepared = with_processor_settings(config, world)
     # Collective, so it is always called, even if its result is unused: environments may differ between hosts.
@@ -409,13 +424,17 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     directory = open_run_directory(config, world, environment)
     trackers = config.run.trackers()
     raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
-    corpus, identities = open_agreed_corpus(config, world, holds_out=config.freeze.auto or config.head.solved)
+    holds_out = config.freeze.auto or config.head.solved
+    corpus, identities = open_agreed_corpus(config, world, holds_out=holds_out, clock=set_up)
     settings, file = to_dict(config), to_file(config)
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
-    chain, notes = build_equal_model(config, world, blueprint)
+    with set_up.within("model"):
+        chain, notes = build_equal_model(config, world, blueprint)
+    if world.rank == 0:
+        notes += note_on_small_maps(config.model.model, chain.model, blueprint.image_shape)
     config, kept = with_pretrained_statistics(config, corpus, chain)
-    job = assemble(config, world, directory, blueprint, chain, corpus, started=started)
+    job = assemble(config, world, directory, blueprint, chain, corpus, started=started, set_up=set_up)
     job.data_identities |= identities
     # Last, so that a run that fails to start leaves its directory unchanged.
     job.record = raise_on_all_ranks(
@@ -448,6 +467,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *rests,
         *job.record.notes,
     ]
+    job.set_up_seconds = set_up.read()
     return job
 
 
@@ -570,18 +590,41 @@ def open_run_directory(config: Config, world: World, environment: dict[str, Any]
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     given = config.run.run_dir or str(Path("runs") / named)
     directory = Path(world.broadcast_object(given, name="run.directory")).resolve()
-    raise_on_all_ranks(
-        world,
-        lambda: check_directory(directory, to_dict(config), environment) if world.rank == 0 else None,
-        name="directory",
-    )
+
+    def check() -> None:
+        if world.rank == 0:
+            check_directory(directory, to_dict(config), environment)
+            check_apart_from_data(directory, config.data)
+
+    raise_on_all_ranks(world, check, name="directory")
     return directory
 
 
-def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tuple[Corpus, dict[str, str]]:
+def check_apart_from_data(directory: Path, data: DataConfig) -> None:
+    """Raise UsageError if a new run's directory holds images, other runs, or would be a class of the data.
+
+    `directory` is absolute.
+    """
+    if (directory / "config.yaml").exists():
+        return
+    found = first_image(directory)
+    if found is not None:
+        raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
+    runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
+    if runs:
+        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+    root = data.data_dir if data.data == "imagefolder" else None
+    above = None if root is None else class_folder_of(directory, Path(root))
+    if above is not None:
+        raise unusable(directory, f"is in {above}, whose folders are the classes of the data")
+
+
+def open_agreed_corpus(
+    config: Config, world: World, *, holds_out: bool, clock: PhaseClock | None = None
+) -> tuple[Corpus, dict[str, str]]:
     """Return the samples and their digests, after checking that they are equal on all ranks. Collective.
 
-    For `holds_out` see `deal`.
+    For `holds_out` see `deal`, for `clock` see `open_corpus`.
     """
     replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
@@ -597,6 +640,7 @@ def open_agreed_corpus(config: Config, world: World, *, holds_out: bool) -> tupl
         replicas=replicas,
         whole_batches=not config.head.solved,
         holds_out=holds_out,
+        clock=clock,
     )
     remedy = "start all ranks with the same command, on equal data"
     if ":" in config.data.data:
@@ -649,7 +693,8 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     if isinstance(given, dict):
         for name in given:
             known = did_you_mean(name, corpus.train.classes)
-            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
+            wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
+            rule(meant_by(name) in places, "class-weights", name, wanted)
     each = None if task.sample_weights is None else task.sample_weights[ids]
     counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}

@@ -75,6 +75,8 @@ class Job:
     epochs_done: int = 0
     images: int = 0
     """Images over all replicas for training and fitting, before the open part."""
+    set_up_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase before training, see `SET_UP_PHASES`."""
     epoch_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds per phase at the end of the last recorded epoch or verb."""
     best_accuracy: float = 0.0

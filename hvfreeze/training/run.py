@@ -243,6 +243,7 @@ def conclude(job: Job) -> dict[str, Any]:
         "steps": job.step,
         "world_size": job.world.size,
         "train_seconds": spent,
+        "set_up_seconds": job.set_up_seconds,
         "seconds": seconds,
         "cpu_seconds": job.clock.processor_seconds(),
         "images_per_second": (job.images + job.images_of(job.part_step)) / max(spent, 1e-9),

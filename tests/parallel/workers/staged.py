@@ -49,7 +49,7 @@ Ask = Callable[[Job, str], bool]
 @contextmanager
 def asking(world: World, ask: Ask) -> Iterator[None]:
     """Ask on the last rank to leave, when `ask` says so, at every point where that can be heeded."""
-    fit, make_step, fit_head = FittedHead.fit, loop.train_step, verbs.fit_head
+    fit, make_step, fit_head = FittedHead.fit, loop.train_step, verbs.fit_opened_head
     jobs: list[Job] = []
     is_last = world.rank == world.size - 1
 
@@ -71,7 +71,7 @@ def asking(world: World, ask: Ask) -> Iterator[None]:
     with (
         patch.object(FittedHead, "fit", fitting),
         patch.object(loop, "train_step", step),
-        patch.object(verbs, "fit_head", noted),
+        patch.object(verbs, "fit_opened_head", noted),
     ):
         yield
 

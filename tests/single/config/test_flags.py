@@ -54,8 +54,13 @@ def test_every_setting_is_a_flag_with_its_text_and_default(capsys: pytest.Captur
 
 def test_the_help_of_auto_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert len(help_of(capsys, "auto --help").splitlines()) <= 40
-    assert "--auto-without" in help_of(capsys, "auto --help-all")
+    shown = help_of(capsys, "auto --help")
+    assert len(shown.splitlines()) <= 40
+    for default in ("[resnet18]", "images [16]", "step; default: chosen", "steps as in 200steps [auto]", "seed [0]"):
+        assert default in shown, shown
+    whole = " ".join(help_of(capsys, "auto --help-all").split())
+    assert "--auto-without" in whole and "in epochs of full fine-tuning [16]" in whole
+    assert "backward pass; default: chosen" in whole and "backward pass [128]" in help_of(capsys, "train --help")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,6 @@ def test_the_help_of_auto_fits_a_screen(capsys: pytest.CaptureFixture[str], monk
         ("", "strategy freeze lr fit keep resume-inexact", "parts interval cut cache-dir pool auto-without context"),
         ("--strategy grid", "parts pipeline cut-by", "heads local-steps cut-at"),
         ("--strategy shared-trunk --cut-by given", "heads cut-at", "critic-every"),
-        ("--strategy local-sgd", "local-steps", "stale-after"),
         ("--freeze coherence", "interval min-gain", "eta-max cut"),
         ("--freeze percentile", "interval eta-max signal", "min-gain"),
         ("--freeze=static", "cut", "interval"),

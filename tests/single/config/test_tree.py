@@ -11,14 +11,40 @@ import torch
 import yaml
 
 import hvfreeze
+from hvfreeze.comm.reducer import Reducer
+from hvfreeze.comm.settings import parse_compression
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import Config, fields_of, from_dict, leaves, read_yaml, sections, settings_of, to_dict
-from hvfreeze.data.settings import DataConfig
+from hvfreeze.data.settings import DataConfig, check_shard_sizes, parse_dirichlet, parse_views
+from hvfreeze.data.shards import plan_shards
+from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
+from hvfreeze.prefix.settings import parse_bytes
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training.settings import OptimizerConfig, RunConfig
+from hvfreeze.training.settings import OptimizerConfig, RunConfig, parse_cadence
 
+PLAN: dict[str, Any] = {"size": 1, "batch_size": 1, "seed": 0, "shuffle": "shard"}
+VIEWS = ["views:65537", "views:0", "views:01", "views:\u0664", "views:" + "9" * 5000, "views", "flip"]
+SKEW = ["dirichlet:1e999", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "dirichlet:", "zipf:1"]
+COMPRESSIONS = ["powersgd", "powersgd:0", "powersgd:04", "powersgd:257", "powersgd:\u0664", "powersgd:4 ", "bf16"]
+PARSERS: list[tuple[str, Callable[[str], Any], dict[str, Any], list[str]]] = [
+    ("augment", parse_views, {"fresh": ("fresh", 0), "none": ("none", 1), "views:65536": ("views", 65536)}, VIEWS),
+    ("augment", parse_augment, {}, VIEWS),
+    ("partition", parse_dirichlet, {"iid": None, "dirichlet:0.3": 0.3, "dirichlet:1e9": 1e9}, SKEW),
+    ("partition", lambda text: plan_shards([0], [0], **PLAN, partition=text), {}, SKEW),
+    ("compression", parse_compression, {"auto": ("auto", 0), "powersgd:256": ("powersgd", 256)}, COMPRESSIONS),
+    ("compression", lambda text: Reducer(SoloWorld(), compression=text).carry([]), {}, COMPRESSIONS),
+    ("cache-limit", parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "3MiB": 3 * 2**20}, ["9" * 400, "-1", "5X"]),
+    (
+        "checkpoint-every",
+        parse_cadence,
+        {"auto": None, "2": (2, "epochs"), "200steps": (200, "steps")},
+        ["9" * 5000, "200s"],
+    ),
+    ("shard-sizes", check_shard_sizes, {"equal": None, "3,1": None}, ["1,inf", "1,nan", "0,1", "1,,1"]),
+]
 EXACT = "head: multi-level\nhead_fit: exact\naugment: none"
 
 
@@ -69,6 +95,9 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
         # Files of earlier versions have names and sections of their time.
         ("head: {mirror: off, head: multi-level, head_fit: exact, pool: 2}\naugment: none", {"flips": "off"}),
         ("data: {flips: on}\nhead: {mirror: off}", {"flips": "on"}),
+        ("checkpoint_every: 200s", {"checkpoint_every": "200steps"}),
+        ("run: {checkpoint_every: 4s}", {"checkpoint_every": "4steps"}),
+        ("checkpoint_every: 3", {"checkpoint_every": "3"}),
     ],
 )
 def test_a_file_makes_settings_and_they_survive_in_one(tmp_path: Path, text: str, wanted: dict[str, Any]) -> None:
@@ -87,14 +116,14 @@ def test_a_file_makes_settings_and_they_survive_in_one(tmp_path: Path, text: str
 @pytest.mark.parametrize(
     ("make", "given", "words"),
     [
-        (OptimizerConfig, {"epochs": 1.0}, "OptimizerConfig: epochs (1.0) must be of type int"),
-        (OptimizerConfig, {"lr": "0.1"}, "lr ('0.1') must be of type float"),
+        (OptimizerConfig, {"epochs": 1.0}, "OptimizerConfig: epochs (1.0) must be a whole number"),
+        (OptimizerConfig, {"lr": "0.1"}, "lr ('0.1') must be a number"),
         (OptimizerConfig, {"lr": 10**400}, "--lr (inf) must be a positive number"),
-        (DataConfig, {"flips": False}, "flips (False) must be of type str; put flips in quotes"),
-        (DataConfig, {"train_samples": np.ones(2)}, "train_samples (array([1., 1.])) must be of type int"),
-        (DataConfig, {"augment": None}, "augment (None) must be of type str"),
-        (RunConfig, {"quiet": "no"}, "quiet ('no') must be of type bool"),
-        (RunConfig, {"run_dir": b"runs"}, "run_dir (b'runs') must be of type str"),
+        (DataConfig, {"flips": False}, "flips (False) must be text; put flips in quotes"),
+        (DataConfig, {"train_samples": np.ones(2)}, "train_samples (array([1., 1.])) must be a whole number"),
+        (DataConfig, {"augment": None}, "augment (None) must be text"),
+        (RunConfig, {"quiet": "no"}, "quiet ('no') must be true or false"),
+        (RunConfig, {"run_dir": b"runs"}, "run_dir (b'runs') must be text"),
         (RunConfig, {"run_dir": "a\0b"}, r"run_dir ('a\x00b') must be text without NUL characters"),
         (RunConfig, {"threads": 10**30}, "must be at least 1 and at most"),
         (Config, {"model": "resnet18"}, "Config: model ('resnet18') must be of type ModelConfig"),
@@ -102,6 +131,10 @@ def test_a_file_makes_settings_and_they_survive_in_one(tmp_path: Path, text: str
         (read, {"lr": 0.1, "optimizer": {"lr": 0.2}}, "'lr' is given twice; leave one"),
         (read, {"batch-size": 4, "batch_size": 8}, "'batch_size' is given twice; leave one"),
         (read, {"data": {"pool": 2}}, "unknown key 'pool'"),
+        (read, {"learning_rate": 0.1}, "unknown key 'learning_rate'; did you mean 'lr'?"),
+        (read, {"optimizer": {"learning-rate": 0.1}}, "unknown key 'learning_rate'; did you mean 'lr'?"),
+        (DataConfig, {"mean": "0.5"}, "--mean (0.5) must be given together with --std"),
+        (DataConfig, {"std": "0.5"}, "--std (0.5) must be given together with --mean"),
         (read, {"freeze": "auto", "strategy": "grid"}, "--strategy (grid) must be replicas in hvfreeze auto"),
         (read, {"freeze": "auto", "head": "last", "head_fit": "sgd"}, "--head-fit (sgd) must be exact or kernel in"),
     ],
@@ -124,3 +157,14 @@ def test_paths_and_the_numbers_of_numpy_and_torch_are_taken() -> None:
     assert RunConfig(run_dir="") == RunConfig(), "an empty path is none"
     trunk = from_dict({"strategy": "shared-trunk", "head_lr": "0.1,0.2", "cut_by": "given", "cut_at": 2})
     assert trunk.optimizer.head_rates() == [0.1, 0.2] and SharedTrunkConfig.of(trunk).starts() == [2]
+
+
+@pytest.mark.parametrize(("flag", "parse", "values", "refused"), PARSERS)
+def test_values_are_read_or_refused_alike_by_all_who_read_them(
+    flag: str, parse: Callable[[str], Any], values: dict[str, Any], refused: list[str]
+) -> None:
+    assert {text: parse(text) for text in values} == values
+    for text in refused:
+        with pytest.raises(UsageError) as refusal:
+            parse(text)
+        assert str(refusal.value).startswith(f"--{flag} ({text}) must be ")

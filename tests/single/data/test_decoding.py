@@ -11,10 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+from hvfreeze.data import data_sets as data_sets_module
 from hvfreeze.data import decoding as pixels_module
+from hvfreeze.data import images as images_module
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
-from hvfreeze.data.images import ArraySource
+from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.errors import RefusedError, UsageError
 
 NUM = 200
@@ -214,3 +216,19 @@ def test_an_image_of_another_size_asks_for_an_image_size(root: Path) -> None:
     Image.new("RGB", (9, 8)).save(root / "train" / "a" / "050.png")
     with pytest.raises(UsageError, match=r"a/050.png has 9x8 .* --image-size"):
         load_pixels(images, np.arange(NUM), budget_bytes=2**30, workers=2)
+
+
+def test_small_images_that_were_sampled_are_not_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = images_module.read_rgb
+    monkeypatch.setattr(images_module, "read_rgb", lambda path, **more: read.append(path) or real(path, **more))
+    images, everything = open_data("imagefolder", root).train, np.arange(NUM)
+    digest = images.sample_digest()
+    assert len(read) == 16 and images.sample_digest() == digest and len(read) == 16
+    memory = MemoryPixels(images, everything, workers=2)
+    assert len(read) == len(set(read)) == NUM
+    again = MemoryPixels(images, everything, workers=2)
+    assert torch.equal(memory.fetch(everything), again.fetch(everything)) and len(read) == 2 * NUM
+    monkeypatch.setattr(data_sets_module, "MOST_KEPT_BYTES", IMAGE_BYTES - 1)
+    assert images.sample_digest() == digest
+    assert isinstance(images.source, FileSource) and not images.source.decoded

@@ -130,3 +130,10 @@ def test_a_class_that_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=4)
     outcome = call("auto", str(folder), *FLAGS.split(), "--class-weights", "rair=3", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 2 and "did you mean 'rare'" in outcome.stderr, str(outcome)
+
+
+def test_an_unknown_class_is_refused_with_the_classes_that_there_are(tmp_path: Path) -> None:
+    flags = [*FLAGS.split()[2:], "--class-weights", "cat=2", "--run-dir", str(tmp_path / "run")]
+    outcome = call("train", "--data", "digits", *flags)
+    wanted = "--class-weights (cat) must be one of the 10 classes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert outcome.returncode == 2 and wanted in outcome.stderr, str(outcome)

@@ -210,7 +210,7 @@ def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypat
 )
 def test_who_stops_a_run_is_told_how_it_goes_on(number: signal.Signals, code: int, begins: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
+    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2steps", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "hvfreeze", "train", *flags]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvfreeze.allocator import keep_memory, watch_memory
 from hvfreeze.cli import RUNS, parse, perform
-from hvfreeze.errors import HvfreezeError, RefusedError, StallError
+from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, StallError
 from hvfreeze.torch_imports import kept_for_good
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         if not error.everywhere and world.size > 1:
             end_job(error, world)
         if world.rank == 0:
-            say(str(error))
+            say(str(error), is_error=not isinstance(error, Preempted))
         code = error.exit_code
     except KeyboardInterrupt as error:
         code = interrupted(error)
@@ -161,9 +161,9 @@ def output_lost(error: OSError) -> int:
     return RefusedError.exit_code
 
 
-def say(message: str) -> None:
-    """Print an error message."""
-    print(f"hvfreeze: error: {message}", file=sys.stderr, flush=True)
+def say(message: str, *, is_error: bool = True) -> None:
+    """Print a message on standard error."""
+    print(f"hvfreeze: {'error: ' if is_error else ''}{message}", file=sys.stderr, flush=True)
 
 
 def end_job(error: HvfreezeError, world: World) -> None:

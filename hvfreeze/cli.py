@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from hvfreeze.errors import EXIT_CODES, UsageError
 from hvfreeze.torch_imports import kept_for_good
 from hvfreeze.wording import did_you_mean
 
-DESCRIPTION = "Fine-tune vision models on CPU nodes: ranks vote which front layers to freeze, and cache their output."
+DESCRIPTION = "Fine-tune image classifiers on CPUs. Start with: hvfreeze auto digits"
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="?",
         const=30,
-        help="update the report after every epoch while jobs run, and reload the page; default: every 30 s",
+        help="while runs train, look for new epochs every SECONDS [30], and update and reload the page",
     )
 
 
@@ -297,7 +298,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message and a pointer to --help."""
+        for pattern, plain in PLAIN.items():
+            message = re.sub(pattern, plain, message)
         raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+PLAIN = {
+    r"^argument (\S+?)(/\S+)?: invalid int value: '(.*)'$": r"\1 (\3) must be a whole number",
+    r"^argument (\S+?)(/\S+)?: invalid float value: '(.*)'$": r"\1 (\3) must be a number",
+    r"^argument (\S+?)(/\S+)?: invalid choice: '(.*)' \(choose from (.*)\)$": r"\1 (\3) must be one of \4",
+    r"^argument (\S+?)(/\S+)?: expected one argument$": r"\1 needs a value",
+    r"^the following arguments are required: (.*)$": r"missing: \1",
+    r"^argument (\S+?)(/\S+)?: ": r"\1: ",
+}
+"""Messages of argparse, and what they mean."""
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
@@ -323,6 +337,18 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
     return parser
 
 
+def hint_at_argument(word: str, command: str) -> str:
+    """Return a hint for a flag that a command which starts no run does not know."""
+    parser = Parser(allow_abbrev=False)
+    COMMANDS[command].add_arguments(parser)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    places = {action.dest: str(action.metavar) for action in parser._actions if not action.option_strings}
+    is_place = word[2:].replace("-", "_") in {name.removesuffix("s") for name in places}
+    if close := "" if is_place else did_you_mean(word, flags):
+        return close
+    return f"; write hvfreeze {command} {' '.join(places.values())}" if word.startswith("-") and places else ""
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; the command's name is `command`.
 
@@ -337,7 +363,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = build_parser(list(arguments)).parse_known_args(list(arguments))
     if rest:
         hint = ""
-        if options.command in RUNS:
+        if options.command not in RUNS:
+            hint = hint_at_argument(rest[0].partition("=")[0], options.command)
+        else:
             from hvfreeze.config.flags import hint_at
 
             hint = hint_at(rest[0].partition("=")[0], options.command)

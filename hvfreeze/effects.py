@@ -80,11 +80,6 @@ class Plan:
         return [part for part in self.parts if not part.solves]
 
     @property
-    def solved(self) -> list[Stretch]:
-        """The stretches that fit a head."""
-        return [part for part in self.parts if part.solves]
-
-    @property
     def solves_alone(self) -> str:
         """The reason why nothing is trained."""
         config = self.config
@@ -95,11 +90,15 @@ class Plan:
         return f"{limit} only for fitting the head"
 
     @property
+    def epochs(self) -> int:
+        """Number of epochs of a run with one stretch."""
+        (part,) = self.parts
+        return part.epochs
+
+    @property
     def evaluations(self) -> int:
         """Number of evaluations of a run with one stretch."""
-        (part,) = self.parts
-        epochs = max(1, part.epochs)
-        return sum(epoch == epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(epochs))
+        return sum(epoch == self.epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(self.epochs))
 
 
 Finding = tuple[Iterable[str], str, str]
@@ -123,44 +122,43 @@ def findings(plan: Plan) -> Iterator[Finding]:
         if why:
             yield [leaf], "no", why
     # Training.
-    if config.run.budget_seconds() is not None:
-        yield ["epochs"], "no", "--time-budget determines the number of steps"
     if not trained:
-        yield ["auto_without", *(["cut"] if freeze.auto else [])], "no", plan.solves_alone
-        yield [leaf for leaf in settings_in(TRAINED) if leaf != "epochs"], "no", plan.solves_alone
-        if asked.optimizer.epochs != 1:
-            yield ["epochs"], "no", plan.solves_alone
-        if plan.replicas == 1:
-            yield ["shuffle"], "no", plan.solves_alone
-        if freeze.auto and not data.augment.startswith("views"):
-            why = "a head is fitted to the original images, or to the fixed views of --augment views:K"
-            yield ["augment"], "no", why
+        fresh = freeze.auto and not data.augment.startswith("views")
+        of_training = [leaf for leaf in settings_in(TRAINED, VOTED, GAINS, NORMS, SEEN) if leaf != "epochs"]
+        of_order = ["shuffle"] if plan.replicas == 1 else []
+        of_views = ["augment", "recipe"] if fresh else []
+        yield ["auto_without", "cut", "shadow", *of_training, *of_order, *of_views], "no", plan.solves_alone
+        yield ["epochs"], "limited", plan.solves_alone
     elif (warmup := asked.optimizer.lr_warmup) > made:
         reached = f"training has {plural(made, 'step')} and ends at {made / warmup:.2g} of --lr"
         yield ["lr_warmup"], "limited", reached
+    if trained and not freeze.auto:
+        if plan.epochs == 1:
+            yield ["evaluate_every"], "no", "there is only one epoch"
+        if (asked.run.early_stop or 0) >= plan.evaluations - 1:
+            why = "there is only one evaluation"
+            if plan.evaluations > 1:
+                why = f"there are {plan.evaluations} evaluations, and the first is always the best so far"
+            yield ["early_stop", *(["keep"] if plan.evaluations == 1 else [])], "no", why
     # Several ranks, several replicas.
     if plan.replicas == 1:
         why = "there is only one rank" if plan.ranks == 1 else "all ranks train on the same samples"
-        yield ["partition", "shard_sizes", "compression"], "no", why
+        clipped = config.optimizer.clip_grad is not None
+        shared = plan.ranks > 1 or asked.cache.cache_dir is not None
+        rest = [*([] if clipped else ["signal"]), *([] if shared else ["cache_shared"])]
+        yield ["partition", "shard_sizes", "compression", "quorum", "vote_weight", *rest], "no", why
     if asked.optimizer.compression.startswith(("powersgd", "auto")) and made <= UNCOMPRESSED_STEPS:
         why = f"compression starts after {UNCOMPRESSED_STEPS} steps, and training has {made}"
         yield ["compression"], "no", why
     # Votes.
     if freeze.votes and (why := missing_votes(plan, shadows=False)):
         yield ["freeze"], "no", why
-    if why := missing_votes(plan, shadows=True):
-        late = any(part.config.freeze.criteria() for part in trained)
-        yield ["interval", "freeze_warmup"], "limited" if late else "no", why
+    if trained and (why := missing_votes(plan, shadows=True)):
+        yield ["interval", "freeze_warmup"], "limited", why
         yield ["shadow", *settings_in(VOTED, GAINS, NORMS, SEEN)], "no", why
-    if plan.replicas == 1:
-        yield ["quorum", "vote_weight"], "no", "there is only one voter"
-    if plan.replicas == 1 and config.optimizer.clip_grad is None:
-        yield ["signal"], "no", "with one rank, the average is its own gradient"
     # Frozen blocks.
     if config.cache.cache != "off" and (why := missing_rows(plan)):
         yield ["cache", *settings_in(CACHED)], "no", why
-    if plan.ranks == 1 and asked.cache.cache_dir is None:
-        yield ["cache_shared"], "no", "there is only one rank"
     if not is_cut(config):
         yield ["blocks"], "no", "the model is used as a whole"
     if not plan.normalises:
@@ -168,13 +166,8 @@ def findings(plan: Plan) -> Iterator[Finding]:
     if not plan.gives_tokens:
         yield ["tokens"], "no", "no block gives tokens"
     # Images.
-    drawn = [part.config.data for part in plan.parts if part.config.data.augment != "none"]
     if not plan.flips:
         yield ["flips"], "no", f"a flipped image of {data.data} may not belong to the same class"
-    elif not plan.solved and not any(part.config.data.augment != "none" for part in trained):
-        yield ["flips"], "no", "no augmented views are drawn"
-    if not any(each.recipe == data.recipe for each in drawn):
-        yield ["recipe"], "no", "no augmented views are drawn"
     if not plan.oblong:
         yield ["fit"], "no", "all images are square"
     if not plan.transparent and not (data.fit == "pad" and plan.oblong):
@@ -184,28 +177,15 @@ def findings(plan: Plan) -> Iterator[Finding]:
     if data.resize is not None and data.resize > plan.side:
         why = f"images of {plural(plan.side, 'pixel')} are not enlarged before they are cropped"
         yield ["resize"], "limited", why
-    # Evaluations.
-    if sum(part.epochs for part in trained) <= (0 if freeze.auto else 1):
-        yield ["evaluate_every"], "no", "every epoch is evaluated anyway"
-    if not freeze.auto and plan.evaluations == 1:
-        yield ["early_stop", *(["keep"] if asked.run.keep == "best" else [])], "no", "there is only one evaluation"
-    elif not freeze.auto and (asked.run.early_stop or 0) >= plan.evaluations - 1:
-        why = f"there are {plan.evaluations} evaluations, and the first is always the best so far"
-        yield ["early_stop"], "no", why
 
 
 def missing_votes(plan: Plan, *, shadows: bool) -> str | None:
     """Return why no criterion is evaluated in training, None if one is; with `shadows`, shadow criteria count."""
-    config = plan.config
-    if not plan.trained:
-        return plan.solves_alone
     parts = [part for part in plan.trained if part.config.freeze.votes]
     parts += [part for part in plan.trained if shadows and part.config.freeze.shadow_names()]
-    if not parts:
-        return "there are no votes: " + (
-            "--auto-without turns votes off" if config.freeze.auto else f"--freeze is {config.freeze.freeze}"
-        )
     found = [(first_vote(part), part.steps) for part in parts]
+    if not found:
+        return "there are no votes"
     if any(first < made for first, made in found):
         return None
     first, made = found[0]

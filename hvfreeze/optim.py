@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from hvfreeze.tasks import Classes, Task
+from hvfreeze.tasks import Classes, Samples, Task
 from hvfreeze.training.settings import OptimizerConfig
 
 TRUST = 0.001
@@ -84,8 +83,10 @@ class Mixture:
     """Input of the trained blocks, (B, ...)."""
     labels: Tensor
     """Labels of the samples with the larger part, in the task's form."""
-    others: Tensor | None = None
-    """Labels of the samples that are mixed in."""
+    samples: Samples
+    """Ids of these samples, (B,)."""
+    partners: Tensor | None = None
+    """Index of the sample that is mixed into each, (B,)."""
     part: float = 1.0
     """Part of the first sample, in [0.5, 1]."""
 
@@ -112,33 +113,33 @@ class Objective:
     seed: int = 0
     replica: int = 0
 
-    def mix(self, features: Tensor, labels: Tensor, *, step: int, number: int = 1) -> Mixture:
+    def mix(self, features: Tensor, labels: Tensor, samples: Samples, *, step: int, number: int = 1) -> Mixture:
         """Return the mixed batch `number` of a step; it does not depend on the state of a generator.
 
         One draw applies to the whole batch. The sample itself has the larger part, so that the training accuracy keeps
         its meaning; this is equivalent because pairs are random.
         """
         if not self.mixup:
-            return Mixture(features, labels)
+            return Mixture(features, labels, samples)
         generator = np.random.default_rng([MIXUP, self.seed % 2**64, self.replica, step, number])
         drawn = float(generator.beta(self.mixup, self.mixup))
         partners = torch.from_numpy(generator.permutation(len(labels)))
         part = max(drawn, 1 - drawn)
-        return Mixture(features.lerp(features[partners], 1 - part), labels, labels[partners], part)
+        return Mixture(features.lerp(features[partners], 1 - part), labels, samples, partners, part)
 
-    def loss(self, logits: Tensor, mixture: Mixture, weights: Tensor | None = None) -> Tensor:
-        """Return the mean loss of a batch; with `weights`, (classes,), the weighted cross-entropy."""
-        if weights is not None:
-            return functional.cross_entropy(logits, mixture.labels, weight=weights, label_smoothing=self.smoothing)
-        loss = self.task.training_loss(logits, mixture.labels, smoothing=self.smoothing)
-        if mixture.others is None:
+    def loss(self, logits: Tensor, mixture: Mixture) -> Tensor:
+        """Return the weighted mean loss of a batch."""
+        labels, samples, partners = mixture.labels, mixture.samples, mixture.partners
+        loss = self.task.training_loss(logits, labels, samples, smoothing=self.smoothing)
+        if partners is None:
             return loss
-        other = self.task.training_loss(logits, mixture.others, smoothing=self.smoothing)
+        others = torch.as_tensor(samples)[partners]
+        other = self.task.training_loss(logits, labels[partners], others, smoothing=self.smoothing)
         return mixture.part * loss + (1 - mixture.part) * other
 
-    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def each(self, logits: Tensor, labels: Tensor, samples: Samples) -> Tensor:
         """Return the loss of each row, (B,); without mixing, `loss` is its mean."""
-        return self.task.weighted_losses(logits, labels, smoothing=self.smoothing)
+        return self.task.weighted_losses(logits, labels, samples, smoothing=self.smoothing)
 
 
 OWN_RATE = "own_lr"

@@ -57,6 +57,16 @@ PlainLoader.yaml_implicit_resolvers = {
 }
 
 
+def in_words(error: Exception) -> str:
+    """Return the line and the problem of an error of YAML's syntax; "" for other errors."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
+        return ""
+    mark = error.context_mark or error.problem_mark
+    problem = error.problem.replace("'<stream end>'", "the end of the file").replace("the node content", "a value")
+    problem = re.sub("<(.*?)>", r"\1", problem)
+    return f"line {mark.line + 1}: {problem}" if mark else problem
+
+
 def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
     """Return the value in UTF-8 YAML `text`, of `most_bytes` at most; None for an empty one.
 
@@ -68,7 +78,7 @@ def parse_plain_yaml(text: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
     try:
         return yaml.load(text.decode("utf-8"), PlainLoader)
     except Exception as error:  # forged values make the constructors raise anything: KeyError, IndexError, ...
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join((in_words(error) or str(error)).split()) or type(error).__name__
         raise ValueError(
             reason if isinstance(error, (yaml.YAMLError, ValueError)) else f"{type(error).__name__}: {reason}"
         ) from error

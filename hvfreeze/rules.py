@@ -17,6 +17,10 @@ types_of = cache(typing.get_type_hints)
 """Types of a class's attributes by name. Evaluating them is the slowest part of checking a configuration."""
 
 
+IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+"""Types of settings in messages."""
+
+
 class Must(NamedTuple):
     """A bound in the type of a setting, such as `Annotated[int, at_least(1)]`: a test of its value, and what to say."""
 
@@ -80,15 +84,17 @@ def typed(leaf: str, value: Any, kind: Any, *, source: str) -> Any:
     for option in options:
         if type(plain) is option:
             return plain
-    names = " or ".join(option.__name__ for option in options if option is not type(None))
+    names = " or ".join(IN_WORDS.get(option, option.__name__) for option in options if option is not type(None))
     quotes = f"; put {leaf} in quotes where it is text such as yes" if str in options and type(plain) is bool else ""
-    raise UsageError(f"{source}: {leaf} ({value!r}) must be of type {names}{quotes}")
+    raise UsageError(f"{source}: {leaf} ({value!r}) must be {names}{quotes}")
 
 
 def rule(ok: bool, flag: str, value: object, wanted: str, remedy: str = "") -> None:
     """Raise UsageError naming the flag, its value, the rule and the way out unless `ok`."""
     if not ok:
-        raise UsageError(f"--{flag} ({value}) must be {wanted}" + (f"; {remedy}" if remedy else ""))
+        # A flag without a value, and a setting that was not given.
+        shown = "" if value is True or value is None else f" ({value})"
+        raise UsageError(f"--{flag}{shown} must be {wanted}" + (f"; {remedy}" if remedy else ""))
 
 
 def check_bounds(leaf: str, value: object, kind: Any) -> None:

@@ -15,7 +15,7 @@ from hvfreeze.rules import Must, at_least, check_bounds, typed, types_of
 Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0, "steps")]
 Positive = Annotated[float, Must(lambda number: 0 < number < math.inf, "a positive number")]
-Part = Annotated[float, Must(lambda part: 0 <= part < 1, "in [0, 1)")]
+Part = Annotated[float, Must(lambda part: 0 <= part < 1, "at least 0 and below 1")]
 
 
 class Alternative(NamedTuple):

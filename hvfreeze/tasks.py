@@ -19,7 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.metrics import LOWER_IS_BETTER, auroc, best_thresholds, each_label, of_classes, of_labels, of_numbers
+from hvfreeze.metrics import (
+    LOWER_IS_BETTER,
+    WORDS,
+    auroc,
+    best_thresholds,
+    each_label,
+    of_classes,
+    of_labels,
+    of_numbers,
+)
+
+Samples = Tensor | NDArray[np.int64]
+"""Sample ids, (N,) int64."""
 
 
 class Calibration(NamedTuple):
@@ -44,6 +56,8 @@ class Task(ABC):
     """Metric that compares models, a key of `metrics.WORDS`; empty means `usual_metric`, else accuracy and loss."""
     thresholds: tuple[float, ...] = ()
     """Probability above which each label is predicted, for `MultiLabel`; empty means 0.5."""
+    sample_weights: Tensor | None = field(default=None, compare=False, repr=False)
+    """Weight of each training sample in the loss, (samples,) float32, with mean 1; None means equal weights."""
     kind: ClassVar[str]
     """The key in `TASKS`."""
     usual_metric: ClassVar[str] = ""
@@ -98,6 +112,12 @@ class Task(ABC):
         """Return a table row with the metrics of each output, for several labels or numbers."""
         return []
 
+    @property
+    def decisive(self) -> tuple[str, bool]:
+        """Name of the number that compares models in `hvfreeze auto`, for messages, and whether lower is better."""
+        name = self.metric or self.usual_metric
+        return (WORDS[name], name in LOWER_IS_BETTER) if name else ("loss", True)
+
     def decides(self, found: Mapping[str, float]) -> float | None:
         """Return the value of `metric`, signed so that higher is better; None if loss and accuracy decide."""
         name = self.metric or self.usual_metric
@@ -123,25 +143,31 @@ class Task(ABC):
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
         """Return the training loss of each row, (N,), without weights."""
 
-    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    def training_loss(self, logits: Tensor, labels: Tensor, samples: Samples, *, smoothing: float = 0.0) -> Tensor:
         """Return the mean over rows of weight times loss; the weights' mean over all training samples is 1."""
-        return self.weighted_losses(logits, labels, smoothing=smoothing).mean()
+        return self.weighted_losses(logits, labels, samples, smoothing=smoothing).mean()
 
-    def weighted_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    def weighted_losses(self, logits: Tensor, labels: Tensor, samples: Samples, *, smoothing: float = 0.0) -> Tensor:
         """Return the training loss of each row times its weight in training, (N,)."""
-        return self.training_losses(logits, labels, smoothing=smoothing) * self.training_weights_of(labels)
-
-    def training_weights_of(self, labels: Tensor) -> Tensor:
-        """Return the weight of each row in the training loss, (N,) float32."""
-        return self.weights_of(labels)
+        weights = self.weights_of(labels, samples, training=True)
+        return self.training_losses(logits, labels, smoothing=smoothing) * weights
 
     def defer_weights(self, deferred: bool) -> None:
         """Choose whether all classes weigh 1 in the training loss from now on; other tasks have no class weights."""
         return
 
-    def weights_of(self, labels: Tensor) -> Tensor:
-        """Return the weight of each row in the loss, (N,) float32."""
-        return torch.ones(len(labels))
+    def weights_of(self, labels: Tensor, samples: Samples, *, training: bool = False) -> Tensor:
+        """Return the weight of each row in the loss, (N,) float32: that of its class times that of its sample.
+
+        With `training`, deferred class weights are 1. Sample weights are never deferred: they say how far a label is
+        trusted, or how often a sample occurs, which holds for features too.
+        """
+        weights = self.class_weights_of(labels, training=training)
+        return weights if self.sample_weights is None else weights * self.sample_weights[torch.as_tensor(samples)]
+
+    def class_weights_of(self, labels: Tensor, *, training: bool) -> Tensor:
+        """Return the weight of each row's class; see `weights_of`."""
+        return torch.ones(labels.shape[:1])
 
     @property
     @abstractmethod
@@ -164,8 +190,8 @@ class Task(ABC):
     def score(self, logits: Tensor, labels: Tensor) -> float:
         """Return the quality of the predictions, at most 1; NaN without rows."""
 
-    def measured(self, labels: Tensor) -> Task:
-        """Return the task with the scale of the targets from all ranks' labels."""
+    def measured(self, labels: Tensor, weights: Tensor) -> Task:
+        """Return the task with the scale of the targets from all ranks' labels and their weights."""
         return self
 
     def smoothed_loss(self, logits: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> float:
@@ -248,26 +274,23 @@ class Classes(Task):
         """Return a mask of the classes that occur."""
         return torch.bincount(labels.flatten(), minlength=self.outputs) > 0
 
-    def weights_of(self, labels: Tensor) -> Tensor:
-        """Return the weights of the rows' classes."""
-        return torch.tensor(self.weights)[labels] if self.weights else torch.ones(labels.shape)
-
     def defer_weights(self, deferred: bool) -> None:
         """Choose whether all classes have the weight 1 in the training loss from now on."""
         self.reweighting.is_on = not deferred
 
-    def training_weights_of(self, labels: Tensor) -> Tensor:
-        """Return the weights of the rows' classes, 1 while these are deferred."""
-        return self.weights_of(labels) if self.reweighting.is_on else torch.ones(labels.shape)
+    def class_weights_of(self, labels: Tensor, *, training: bool) -> Tensor:
+        """Return the weights of the rows' classes."""
+        is_one = not self.weights or (training and not self.reweighting.is_on)
+        return torch.ones(labels.shape) if is_one else torch.tensor(self.weights)[labels]
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
         """Return the cross-entropies."""
         return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
 
-    def training_loss(self, logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    def training_loss(self, logits: Tensor, labels: Tensor, samples: Samples, *, smoothing: float = 0.0) -> Tensor:
         """Return the weighted mean loss; with equal weights PyTorch's mean."""
-        if self.weights:
-            return super().training_loss(logits, labels, smoothing=smoothing)
+        if self.weights or self.sample_weights is not None:
+            return super().training_loss(logits, labels, samples, smoothing=smoothing)
         return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
     @property
@@ -433,7 +456,7 @@ class Numbers(Task):
 
     def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
         """Return the task and all labels, standardized by the mean and deviation of the rows `chosen`."""
-        known = self.measured(labels[chosen])
+        known = self.measured(labels[chosen], torch.ones(len(chosen)))
         task = replace(self, offset=known.mean, unit=known.deviation)
         return task, task.from_units(labels)
 
@@ -497,12 +520,15 @@ class Numbers(Task):
         """Return an empty tensor of labels, with `outputs` columns."""
         return torch.zeros(0, self.outputs)
 
-    def measured(self, labels: Tensor) -> Numbers:
-        """Return the task with the labels' mean and deviation."""
-        labels = labels.double()
-        deviation = labels.std(0, correction=0)
+    def measured(self, labels: Tensor, weights: Tensor) -> Numbers:
+        """Return the task with the labels' weighted mean and deviation."""
+        # Relative to the first row: equal labels have the deviation 0, without rounding.
+        first, weights = labels[:1].double(), weights.double()[:, None]
+        moved = labels.double() - first
+        mean = (moved * weights).sum(0) / weights.sum()
+        deviation = (((moved - mean).square() * weights).sum(0) / weights.sum()).sqrt()
         deviation = torch.where(deviation > 0, deviation, 1.0)
-        return replace(self, mean=tuple(labels.mean(0).tolist()), deviation=tuple(deviation.tolist()))
+        return replace(self, mean=tuple((first[0] + mean).tolist()), deviation=tuple(deviation.tolist()))
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return standardised labels."""
@@ -550,12 +576,27 @@ def class_weights(counts: Tensor, given: str | Mapping[int, float] | Sequence[fl
     """Return the weight of each class, scaled to mean 1 over samples; `counts`, (classes,), are the samples per class.
 
     `given` is `balanced`, n / (classes x count) as in scikit-learn, or relative weights; classes missing in a mapping
-    have 1. A class without samples has the weight of a class with one sample.
+    have 1. A class without samples has the weight of a class with one sample. Counts may be sums of sample weights.
     """
     if isinstance(given, str):
-        relative = 1 / counts.double().clamp(min=1)
+        relative = 1 / torch.where(counts > 0, counts.double(), 1)
     else:
         known = given if isinstance(given, Mapping) else dict(enumerate(given))
         relative = torch.tensor([float(known.get(place, 1.0)) for place in range(len(counts))], dtype=torch.float64)
-    mean = (relative * counts).sum() / counts.sum().clamp(min=1)
+    mean = (relative * counts).sum() / counts.sum()
     return tuple((relative / mean).tolist()) if mean > 0 else (1.0,) * len(counts)
+
+
+def find_odd_weight(weights: NDArray[np.float64]) -> int | None:
+    """Return the first row whose weight is no number of at least 0; None if there is none."""
+    odd = np.flatnonzero(~((weights >= 0) & (weights <= np.finfo(np.float32).max)))
+    return int(odd[0]) if len(odd) else None
+
+
+LEAST_WEIGHT = 1e-6
+"""Least sample weight, relative to the mean; smaller ones would be lost in rounding."""
+
+
+def scaled_weights(given: Tensor, samples: Tensor) -> Tensor:
+    """Return sample weights with mean 1 over `samples`, (N,) float32. Weights of 0 do not occur among these."""
+    return (given.double() / given[samples].double().mean()).clamp(min=LEAST_WEIGHT).float()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.errors import UsageError
+from hvfreeze.wording import did_you_mean
 
 TIMM, HF = "timm:", "hf:"
 """Prefixes of timm's models, and of folders and repositories of Hugging Face."""
@@ -48,11 +49,22 @@ def find(flag: str, text: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        function = getattr(importlib.import_module(module), name, None)
+        found_in = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Another module may be missing that this one imports.
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"--{flag} ({text}): there is no module {error.name}; put {error.name.rpartition('.')[2]}.py into the "
+                f"working directory ({here}), or its folder on PYTHONPATH"
+            ) from error
+        raise UsageError(f"--{flag} ({text}): {module} cannot be imported: {told(error)}") from error
     except Exception as error:  # the user's module may fail in any way
         raise UsageError(f"--{flag} ({text}): {module} cannot be imported: {told(error)}") from error
+    function = getattr(found_in, name, None)
     if not callable(function):
-        raise UsageError(f"--{flag} ({text}): {module} has no function {name}")
+        known = [each for each, value in vars(found_in).items() if callable(value) and not each.startswith("_")]
+        hint = did_you_mean(name, known)
+        raise UsageError(f"--{flag} ({text}): {found_in.__file__ or module} has no function {name}{hint}")
     found: Callable[..., Any] = function
     return found
 

@@ -11,12 +11,19 @@ def plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
+def in_time(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours, as in 14 s, 21 min, 3.2 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def on_one_line(text: str) -> str:
     """Return text on one line: line ends and other control characters are escaped as in Python."""
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at the closest known word, or ""."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Return a hint at the closest known word, else at the first of `others`, or ""."""
+    close = [*difflib.get_close_matches(word, list(known), n=1), *others]
     return f"; did you mean '{close[0]}'?" if close else ""

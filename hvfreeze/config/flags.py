@@ -22,6 +22,7 @@ from hvfreeze.config.tree import (
     from_dict,
     is_of_run,
     leaves,
+    named_by,
     read_yaml,
     sections,
     strategy_of,
@@ -33,6 +34,7 @@ from hvfreeze.errors import EXIT_CODES, UsageError
 from hvfreeze.freezing.settings import AUTO, BY_HAND
 from hvfreeze.model.settings import TINY_LM
 from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.training.settings import parse_cadence
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 
@@ -97,7 +99,8 @@ ASSUMED = {"augment": "views:1", "image_size": 32, "validation_fraction": 0.1, "
 IMPLIED: dict[str, dict[str, Any]] = {
     "static": {"cut": 1},
     "kernel": {"head": "multi-level"},
-    TEXT: {"model": TINY_LM, "augment": "none"},
+    "given": {"cut_at": "1"},
+    TEXT: {"model": TINY_LM, "augment": "none", "image_size": None},
 }
 """Settings that a choice needs to be valid."""
 
@@ -122,6 +125,11 @@ AUTO_EXAMPLES = """examples:
   horovodrun -np 4 -H node0:1,node1:1,node2:1,node3:1 hvfreeze auto photos --weights DEFAULT
 """
 IMAGES, BUILT_IN = "imagefolder", tuple(name for name in DATA_SETS if name not in ("imagefolder", TEXT))
+AUTO_TEXTS = {
+    "epochs": "most work of the run, in epochs of full fine-tuning",
+    "batch_size": "samples per rank and backward pass; default: chosen",
+}
+"""Texts of the help that differ in `hvfreeze auto`."""
 NOT_OF_AUTO = ("data", "context", "freeze")
 """Settings that `hvfreeze auto` chooses, in addition to the settings of strategies and of `BY_HAND`."""
 
@@ -130,7 +138,7 @@ def add_auto(auto: argparse.ArgumentParser) -> None:
     """Add the flags of `hvfreeze auto`. Its help shows a few of them."""
     auto.usage = f"{auto.prog} DATA [FLAG...]"
     auto.epilog = AUTO_EXAMPLES
-    auto.description = "Fine-tune a model while that pays, then fit its head."
+    auto.description = "Fine-tune while a held-out tenth improves; keep the better of network and head."
     shown = build(with_defaults({"freeze": AUTO}))
     auto.add_argument(
         "source",
@@ -142,7 +150,9 @@ def add_auto(auto: argparse.ArgumentParser) -> None:
     for name in settings_of_auto():
         _, leaf, kind = leaves()[name]
         action = add_flag(auto, leaf, kind, shown)
-        action.whole_help, action.help = action.help, leaf.metadata["brief"] or argparse.SUPPRESS
+        usual, brief = default_in(shown, leaf), leaf.metadata["brief"]
+        action.whole_help = with_default(AUTO_TEXTS[name], usual) if name in AUTO_TEXTS else action.help
+        action.help = with_default(brief, usual) if brief else argparse.SUPPRESS
 
 
 def settings_of_auto() -> tuple[str, ...]:
@@ -178,10 +188,19 @@ def add_flag(group: Any, leaf: dataclasses.Field[Any], kind: Any, shown: Config)
         return group.add_argument(flag, action="store_true", help=text)
     if leaf.name == "strategy":
         text += "; ".join(f" {name} ({first_line(kind)})" for name, kind in STRATEGIES.items())
-    usual = getattr(getattr(shown, leaves()[leaf.name][0]), leaf.name, None)
-    usual = leaf.default if leaf.name in ASSUMED else usual
-    text += "" if usual is None else f" [{usual}]"
+    text = with_default(text, default_in(shown, leaf))
     return group.add_argument(flag, metavar=leaf.metadata["metavar"], type=number_or_text(kind), help=text)
+
+
+def default_in(shown: Config, leaf: dataclasses.Field[Any]) -> Any:
+    """Return the default of a setting for the help, in the configuration `shown`; None if there is none."""
+    usual = getattr(getattr(shown, leaves()[leaf.name][0]), leaf.name, None)
+    return leaf.default if leaf.name in ASSUMED else None if usual is False else usual
+
+
+def with_default(text: str, usual: Any) -> str:
+    """Return a text of the help with the default, unless the text has it."""
+    return text if usual is None or "default: " in text or text.endswith("]") else f"{text} [{usual}]"
 
 
 def flag_of(leaf: str) -> str:
@@ -202,6 +221,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
         UsageError: the data of `hvfreeze auto` are given twice.
     """
     flags = {name: value for name, value in vars(options).items() if name in leaves()}
+    # Files of earlier versions have 200s for 200 steps; on a command line it would read as seconds.
+    parse_cadence(flags.get("checkpoint_every", "auto"))
     if options.command == AUTO:
         flags |= data_of(options.source, flags.get("data_dir")) if "source" in options else {}
         flags["freeze"] = AUTO
@@ -293,10 +314,11 @@ def of_run_to_resume(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def hint_at(word: str, command: str) -> str:
     """Return a hint for an argument that a command does not know, or the empty string."""
-    known = [flag_of(leaf) for leaf in (leaves() if command == "train" else settings_of_auto())]
+    settings = list(leaves()) if command == "train" else settings_of_auto()
+    known, others = map(flag_of, settings), [flag_of(name) for name in named_by(word[2:]) if name in settings]
     renamed = {flag_of(before): flag_of(leaf) for before, leaf in RENAMED.items()}
     if word in renamed:
         return f"; it is {renamed[word]} now"
     if word.removeprefix("--").replace("-", "_") in leaves():
         return "; it is a flag of hvfreeze train"
-    return did_you_mean(word, dict.fromkeys(known))
+    return did_you_mean(word, known, others)

@@ -6,6 +6,7 @@ It comes from a YAML file (`--config`), from flags that override it, or from Pyt
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,7 +93,7 @@ class Config:
         why = "it fits fixed views of each sample"
         rule(self.data.cacheable(), "augment", self.data.augment, f"none or views:K {solved}", why)
         alone = f"left out {solved}, which freezes every block but the head"
-        rule((freeze.freeze, freeze.cut) in (("none", None), SOLVED), "freeze", freeze.freeze, alone)
+        rule(freeze.freeze == "none" or (freeze.freeze, freeze.cut) == SOLVED, "freeze", freeze.freeze, alone)
         rule(strategy == "replicas", "strategy", strategy, f"replicas {solved}")
 
     def _check_text(self) -> None:
@@ -354,11 +355,17 @@ def flat(tree: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         for leaf, entry in value.items() if section is not None else [(name, value)]:
             leaf = str(leaf).replace("-", "_")
             if leaf not in known or section not in (None, known[leaf][0]):
-                raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known)}")
+                raise UsageError(f"{source}: unknown key '{leaf}'{did_you_mean(leaf, known, named_by(leaf))}")
             if leaf in found:
                 raise UsageError(f"{source}: '{leaf}' is given twice; leave one")
             found[leaf] = entry
     return found
+
+
+def named_by(words: str) -> list[str]:
+    """Return the settings whose help starts with these words, as lr's does with learning_rate or learning-rate."""
+    plain = re.sub("[-_]", " ", words)
+    return [name for name, (_, leaf, _) in leaves().items() if leaf.metadata["help"].startswith(plain)]
 
 
 RENAMED = {"mirror": "flips", "tensorboard": "track"}
@@ -380,6 +387,9 @@ def convert(tree: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in given.items()
         }
     for section in [found, *(value for value in found.values() if isinstance(value, dict))]:
+        if re.fullmatch(r"[0-9]+s", every := str(section.get("checkpoint_every"))):
+            # In earlier versions the suffix of a number of steps.
+            section["checkpoint_every"] = f"{every}teps"
         for leaf in RENAMED.keys() & section.keys():
             name, value = RENAMED[leaf], section.pop(leaf)
             home = found if section is found else found.setdefault(leaves()[name][0], {})

@@ -5,6 +5,7 @@ Ranks appear as `replica` of `replicas`: all ranks that work on one batch togeth
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,11 @@ class Corpus:
 
     def identities(self) -> dict[str, str]:
         """Return digests of the datasets; equal data give equal digests on every machine."""
-        return {"train": self.train.identity(local=False), "test": self.evaluated.identity(local=False)}
+        train, weights = self.train.identity(local=False), self.train.weights
+        if weights is not None:
+            # Not part of the data set's own identity: cached rows do not depend on weights.
+            train = hashlib.sha256(train.encode() + weights.numpy().tobytes()).hexdigest()
+        return {"train": train, "test": self.evaluated.identity(local=False)}
 
     def sampled_pixels(self) -> dict[str, str]:
         """Return digests of a few decoded images, which reveal changed files with unchanged names and sizes."""
@@ -74,6 +79,21 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
         ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
         return ids, train, held_out
     return ids, splits.test, splits.test.ids
+
+
+def notes_on_weights(train: ImageSet) -> list[str]:
+    """Return log lines on training samples of weight 0, and on classes and labels that lose all of theirs."""
+    left = 0 if train.weights is None else int((train.weights == 0).sum())
+    if not left:
+        return []
+    lost = train.task.present(train.labels) & ~train.task.present(train.labels[torch.from_numpy(train.ids)])
+    return [
+        f"{plural(left, 'training image has', 'training images have')} weight 0: left out",
+        *(
+            f"{train.task.nouns[0]} {train.classes[place]} has no training image with a weight above 0"
+            for place in lost.nonzero().flatten()
+        ),
+    ]
 
 
 def notes_on_broken(splits: DataSplits) -> list[str]:
@@ -114,7 +134,7 @@ def deal(
         partition=data.partition,
         shard_sizes=data.shard_sizes,
     )
-    notes = [*splits.notes, *notes_on_broken(splits)]
+    notes = [*splits.notes, *notes_on_broken(splits), *notes_on_weights(splits.train)]
     smallest = plan.batches_per_epoch
     if batch_size > smallest:
         lower = max(1, smallest // 2) if holds_out else smallest

@@ -72,6 +72,8 @@ class ImageSet:
     """Samples that are left out because they cannot be decoded, with the reasons."""
     kind: str = "classes"
     """The kind of labels, a key of `tasks.TASKS`."""
+    weights: Tensor | None = None
+    """Weight of each training sample as given, (N,) float64, at least 0; None means equal weights."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -88,8 +90,9 @@ class ImageSet:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Ids of the usable samples, ascending."""
-        return np.delete(np.arange(len(self)), list(self.broken))
+        """Ids of the usable samples, ascending: neither broken nor of weight 0."""
+        usable = np.ones(len(self), np.bool_) if self.weights is None else self.weights.numpy() > 0
+        return np.delete(np.arange(len(self)), [*self.broken, *np.flatnonzero(~usable)])
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -423,6 +426,7 @@ def _joined(
             source=split.source,
             broken=split.broken,
             kind=train.kind,
+            weights=split.weights,
         )
         for part, split in splits.items()
     }
@@ -460,7 +464,9 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
             reading=reading,
             oblong=is_oblong(folders.counts),
         )
-        sets[part] = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+        weights = None if listing.weights is None or part == "test" else torch.from_numpy(listing.weights)
+        own = _image_set(name, listing.classes, listing.labels(), source, listing.kind)
+        sets[part] = replace(own, weights=weights)
     return DataSplits(train=sets["train"], test=sets["test"], notes=[*folders.notes, *cut, *notes_on_absent(sets)])
 
 

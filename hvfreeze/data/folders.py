@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import unicodedata
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class Listing:
     """The labels of the paths, in the task's form; None: each path's class is its folder."""
     kind: str = "classes"
     """The kind of labels, a key of `tasks.TASKS`."""
+    weights: NDArray[np.float64] | None = None
+    """Sample weights of the paths, at least 0; None means equal weights."""
 
     def labels(self) -> Tensor:
         """Return the labels of the paths; a class is an index into `classes`."""
@@ -65,8 +68,10 @@ class Listing:
     def chosen(self, rows: Ids) -> Listing:
         """Return the listing of a subset of the images."""
         paths = tuple(self.paths[row] for row in rows)
+        sizes, times = self.num_bytes[rows], self.times[rows]
         given = None if self.given is None else self.given[rows]
-        return replace(self, paths=paths, num_bytes=self.num_bytes[rows], times=self.times[rows], given=given)
+        weights = None if self.weights is None else self.weights[rows]
+        return replace(self, paths=paths, num_bytes=sizes, times=times, given=given, weights=weights)
 
     def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
         """Return the distinct (height, width) of at most 64 evenly spaced images, each with an example file.
@@ -111,8 +116,10 @@ class Folders:
     def digest(self) -> str:
         """Return the SHA-256 over splits, labels, paths and sizes; equal trees give equal digests on every machine."""
         parts = [
-            (name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind)
-            + (() if each.given is None else (hashlib.sha256(each.given.tobytes()).hexdigest(),))
+            (
+                *(name, each.classes, digest_of_files(each.paths, each.num_bytes), each.kind),
+                *(hashlib.sha256(own.tobytes()).hexdigest() for own in (each.given, each.weights) if own is not None),
+            )
             for name, each in self.listings.items()
         ]
         return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()
@@ -340,6 +347,45 @@ def first_few(names: Sequence[str]) -> str:
     """Return the first names of a list and the number of the others."""
     more = len(names) - MOST_SUFFIXES
     return ", ".join(names[:MOST_SUFFIXES]) + (f" and {more} more" if more > 0 else "")
+
+
+def first_image(folder: Path, *, depth: int = 3, most: int = 10_000) -> Path | None:
+    """Return an image in `folder` or in folders below it; None if there is none among the first `most` entries."""
+    left, seen = deque([(folder, depth)]), 0
+    while left:
+        here, levels = left.popleft()
+        with suppress(OSError), os.scandir(here) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > most:
+                    return None
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir():
+                    if is_image(entry.name):
+                        return Path(entry.path)
+                elif levels > 1:
+                    left.append((Path(entry.path), levels - 1))
+    return None
+
+
+def class_folder_of(path: Path, root: Path) -> Path | None:
+    """Return the folder of classes, `root` or a split in it, in which `path` is or would be; None if it is in none.
+
+    None also for data that cannot be read, which is refused later.
+    """
+    root, path = root.resolve(), path.resolve()
+    if not path.is_relative_to(root):
+        return None
+    try:
+        names = [entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
+        splits = find_split_folders(root, names, lambda name: first_image(root / name, depth=1) is not None).values()
+    except (OSError, RefusedError):
+        return None
+    if not splits or path == root:
+        return root
+    top = path.relative_to(root).parts[0]
+    return root / top if top in splits else None
 
 
 def is_image(name: str) -> bool:

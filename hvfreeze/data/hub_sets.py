@@ -21,7 +21,18 @@ from hvfreeze.data.folders import held_out_rows
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
-from hvfreeze.data.tables import LABEL, Chosen, Columns, Labels, Rows, labels_for_model, labels_in, usual
+from hvfreeze.data.tables import (
+    LABEL,
+    Chosen,
+    Columns,
+    Labels,
+    Rows,
+    labels_for_model,
+    labels_in,
+    usual,
+    weight_column,
+    weights_in,
+)
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
@@ -49,8 +60,9 @@ class HubSplit(HubImages):
 
     flips = True
 
-    def __init__(self, data: Any, column: str, labels: Labels, targets: Any, rows: Ids) -> None:
+    def __init__(self, data: Any, column: str, labels: Labels, targets: Any, rows: Ids, weights: Any = None) -> None:
         super().__init__(data, column, rows)
+        self.sample_weight = None if weights is None else weights[rows]
         self.classes, self.task = labels.names, labels.kind
         self.targets = targets[rows].tolist()
 
@@ -109,21 +121,24 @@ def open_hub(name: str, columns: Columns) -> tuple[dict[str, HubSplit], list[str
     tested = next((split for split in ("test", "val") if split in splits), None)
     train = rows_of(name, splits["train"], found[splits["train"]], columns)
     labels = labels_of(train, found[splits["train"]], columns)
-    notes.append(f"{name}: {train.chosen.in_words()}")
+    weighted = weight_column(train.table, train.chosen, columns)
+    weights = None if weighted is None else weights_in(train, weighted)
+    notes.append(f"{name}: {train.chosen.in_words(weighted)}")
     sets: dict[str, HubSplit] = {}
     if tested is None:
         given = labels.of(train)
         task = TASKS[labels.kind](len(labels.names))
         kept, held, note = held_out_rows(task, torch.from_numpy(given), f"{name} has no test split")
         for part, rows in (("train", kept), ("test", held)):
-            sets[part] = HubSplit(found[splits["train"]], train.chosen.image, labels, given, rows)
+            sets[part] = HubSplit(found[splits["train"]], train.chosen.image, labels, given, rows, weights)
         return sets, [*notes, note]
     if tested == "val":
         notes.append(f"the split {splits['val']} serves as the test set")
     for part, called in (("train", splits["train"]), ("test", splits[tested])):
         data = found[called]
         own = train if part == "train" else rows_of(name, called, data, columns)
-        sets[part] = HubSplit(data, own.chosen.image, labels, labels.of(own), np.arange(len(data)))
+        each = weights if part == "train" else None
+        sets[part] = HubSplit(data, own.chosen.image, labels, labels.of(own), np.arange(len(data)), each)
     return sets, notes
 
 

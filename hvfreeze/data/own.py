@@ -34,7 +34,7 @@ from hvfreeze.data.reading import (
 )
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.tasks import TASKS
+from hvfreeze.tasks import TASKS, find_odd_weight
 from hvfreeze.user_code import HF, call, code_sha256, is_named_code, told
 from hvfreeze.wording import plural
 
@@ -106,6 +106,8 @@ class OwnSplit:
     """Labels, (N,) int64 or (N, outputs) float32."""
     broken: Mapping[int, str]
     """Unreadable samples with the reasons; their labels are placeholders."""
+    weights: Tensor | None
+    """Sample weights, (N,) float64, of the training split; None means equal weights."""
     classes: tuple[str, ...] | None
     flips: bool
     notes: list[str]
@@ -169,6 +171,7 @@ def open_own(
             ),
             labels=labels[split][0],
             broken=labels[split][1],
+            weights=weights_of(name, dataset) if split == "train" else None,
             classes=None if getattr(dataset, "classes", None) is None else tuple(map(str, dataset.classes)),
             flips=bool(getattr(dataset, "flips", True)),
             notes=[
@@ -261,6 +264,28 @@ def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, st
             raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be finite")
         labels.append(plain)
     return labels, broken
+
+
+def weights_of(name: str, dataset: Any) -> Tensor | None:
+    """Return the attribute `sample_weight` of a dataset, (N,) float64. Raises RefusedError for invalid weights."""
+    given = getattr(dataset, "sample_weight", None)
+    if given is None:
+        return None
+    place = f"--data ({name}): sample_weight of the training set"
+    try:
+        weights = np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(f"{place} must be numbers: {told(error)}") from error
+    if weights.shape != (len(dataset),):
+        raise RefusedError(
+            f"{place} has the shape {weights.shape}; it must have one number for each of {len(dataset)} samples"
+        )
+    odd = find_odd_weight(weights)
+    if odd is not None:
+        raise RefusedError(f"{place}: {weights[odd]} of sample {odd} must be a number of at least 0")
+    if not weights.any():
+        raise RefusedError(f"{place} must not be 0 for all samples")
+    return torch.from_numpy(weights.copy())
 
 
 def kind_of(labels: Sequence[Label | None]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
-from hvfreeze.rules import Must, between, choice, float_or_nan, number_list, one_of, reads, rule
+from hvfreeze.rules import Must, between, choice, float_or_nan, number_list, reads, rule
 from hvfreeze.section import Alternative, Count, Part, Section, setting
 from hvfreeze.user_code import HF, check_named_code, is_named_code
+from hvfreeze.wording import did_you_mean
 
 Channels = tuple[float, float, float]
 TEXT = "text"
@@ -108,7 +110,9 @@ def check_data(text: str) -> None:
     if is_named_code(text):
         check_named_code("data", text)
     elif not is_table(text) and not (text.startswith(HF) and text != HF):
-        one_of("data", text, DATA_SETS)
+        way = f"for a folder of images: --data imagefolder --data-dir {shlex.quote(text)}"
+        wanted = f"one of {', '.join(DATA_SETS)}, a table ({', '.join(TABLES)}), hf:PATH or package:function"
+        rule(text in DATA_SETS, "data", text, wanted, did_you_mean(text, DATA_SETS).removeprefix("; ") or way)
 
 
 def check_shard_sizes(text: str) -> None:
@@ -141,6 +145,10 @@ FILES = Alternative("another --data than digits", lambda config: config.data.dat
 WINDOWS = Alternative(f"--data {TEXT}", lambda config: config.data.data == TEXT)
 SIZED = Alternative("--image-size PIXELS", lambda config: config.data.image_size is not None)
 HELD_OUT = Alternative("--validation-fraction F, such as 0.1", lambda config: config.data.validation_fraction > 0)
+FLIPPED = Alternative(
+    "--augment fresh or views:K, or --head-fit exact or kernel",
+    lambda config: config.data.augment != "none" or config.head.solved,
+)
 DRAWN = Alternative("--augment fresh or views:K", lambda config: config.data.augment != "none")
 Partition = Annotated[str, reads(parse_dirichlet)]
 Sizes = Annotated[str, reads(check_shard_sizes)]
@@ -173,7 +181,7 @@ class DataConfig(Section):
         "WHAT",
         "kind of labels: classes (one per sample), labels (several per sample), numbers (regression), or auto "
         "(detected)",
-        brief="classes, labels (several per sample) or numbers",
+        brief="classes, labels (several each), numbers",
         of=IMAGES,
     )
     image_column: str | None = setting(
@@ -195,15 +203,22 @@ class DataConfig(Section):
         "the column with train, val or test; none: a tenth is held out; default: split, subset and the like",
         of=TABLE,
     )
+    weight_column: str | None = setting(
+        None,
+        "NAME",
+        "the column with the weight of each training image in the loss, 0 leaves it out; none: equal weights; default: "
+        "weight, sample_weight and the like",
+        of=COLUMNS,
+    )
     test_table: Table | None = setting(None, "FILE", "a table with the test samples, with the same columns", of=TABLE)
     train_samples: Count | None = setting(
-        None, "N", "train on a stratified subset of N samples", brief="number of training samples"
+        None, "N", "train on a stratified subset of N samples", brief="number of training samples [all]"
     )
     validation_fraction: Part = setting(
         0.0,
         "F",
         "hold out this share of the training set and evaluate on it only",
-        brief="hold out this share and evaluate on it",
+        brief="evaluate on this share of the training images",
     )
     image_size: Annotated[int, between(1, MOST_PIXELS)] | None = setting(
         None,
@@ -269,10 +284,9 @@ class DataConfig(Section):
         "out), mean (a fitted head reads the mean features of an image and its flip; inference takes twice as long), "
         "auto (on; with more than 25,000 samples in hvfreeze auto mean; off if training samples show that left and "
         "right matter) or off",
-        brief="horizontal flips: auto, on, mean or off",
-        of=IMAGES,
+        brief="horizontal: auto (tested), on, off, mean",
+        of=(IMAGES, FLIPPED),
     )
-
     recipe: Annotated[str, reads(parse_recipe)] = setting(
         "crop",
         "LIST",
@@ -303,7 +317,8 @@ class DataConfig(Section):
         """Return the given mean and standard deviation of each channel; None if they were not given."""
         if self.mean is None and self.std is None:
             return None
-        rule(self.mean is not None and self.std is not None, "mean", self.mean, "given together with --std")
+        (lone, value), other = (("mean", self.mean), "std") if self.std is None else (("std", self.std), "mean")
+        rule(self.mean is not None and self.std is not None, lone, value, f"given together with --{other}")
         mean, std = parse_channels("mean", self.mean or ""), parse_channels("std", self.std or "")
         rule(all(number > 0 for number in std), "std", self.std, "above 0")
         return mean, std

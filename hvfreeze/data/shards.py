@@ -131,7 +131,7 @@ def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int)
     Raises:
         UsageError: `fraction` is not in [0, 1), or so small that it holds out no sample.
     """
-    rule(0 <= fraction < 1, "validation-fraction", fraction, "in [0, 1)")
+    rule(0 <= fraction < 1, "validation-fraction", fraction, "at least 0 and below 1")
     counts = np.bincount(np.asarray(labels)[ids])
     quotas = np.bincount(apportion(counts, round(fraction * len(ids))), minlength=len(counts))
     held = _take_per_class(labels, ids, np.minimum(quotas, np.maximum(counts - 1, 0)), "held", seed)

@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.tasks import find_odd_weight
 from hvfreeze.wording import plural
 
 IMAGE = (
@@ -44,7 +45,7 @@ SPLIT = ("split", "subset", "set", "partition")
 WEIGHT = ("weight", "weights", "sample weight")
 """Usual names of the columns, in lower case and with spaces."""
 NONE = "none"
-"""Value of --split-column for a table without one."""
+"""Value of --split-column and --weight-column for a table without one."""
 MISSING = ("", "nan")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WHOLE = re.compile(r"(\d+)(?:\.0*)?")
@@ -60,6 +61,7 @@ class Columns:
     label: str | None = None
     """One column, or several separated by commas."""
     split: str | None = None
+    weight: str | None = None
     delimiter: str | None = None
     """Delimiter of the labels in a cell."""
     test: str | None = None
@@ -77,6 +79,7 @@ def columns_of(data: DataConfig) -> Columns:
         image=data.image_column,
         label=data.label_column,
         split=data.split_column,
+        weight=data.weight_column,
         delimiter=data.label_delimiter,
         test=data.test_table,
         task=data.task,
@@ -90,10 +93,11 @@ class Chosen(NamedTuple):
     labels: tuple[str, ...]
     split: str | None
 
-    def in_words(self) -> str:
-        """Return the columns for a log line."""
+    def in_words(self, weighted: str | None) -> str:
+        """Return the columns for a log line; `weighted` has the sample weights."""
         split = f", splits from {self.split}" if self.split else ""
-        return f"images from column {self.image}, labels from {first_few(self.labels)}{split}"
+        weights = f", weights from {weighted}" if weighted else ""
+        return f"images from column {self.image}, labels from {first_few(self.labels)}{split}{weights}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,12 +185,13 @@ def list_table(path: Path, root: Path, columns: Columns) -> Folders:
     """
     table = read_table(path)
     chosen, split_rows = choose_columns(table, columns), dict[str, Rows]()
-    notes = [f"{path.name}: {chosen.in_words()}", *notes_on_weights(table, chosen)]
+    weighted = weight_column(table, chosen, columns)
+    notes = [f"{path.name}: {chosen.in_words(weighted)}"]
     if columns.test is not None:
         if chosen.split is not None:
             notes.append(f"column {chosen.split} is ignored: the test samples are in --test-table")
         other = read_table(Path(columns.test))
-        known = Columns(image=columns.image, label=columns.label, split=NONE, task=columns.task)
+        known = replace(columns, split=NONE)
         split_rows = {"train": rows_in(table, chosen), "test": rows_in(other, choose_columns(other, known))}
         if split_rows["test"].chosen.labels != chosen.labels:
             raise RefusedError(
@@ -198,7 +203,10 @@ def list_table(path: Path, root: Path, columns: Columns) -> Folders:
         notes += told
     training = split_rows.get("train") or rows_in(table, chosen)
     labels = labels_in(training, columns)
-    listings = {name: listing_of(rows, root, labels) for name, rows in (split_rows or {"": training}).items()}
+    listings = {
+        name: listing_of(rows, root, labels, weighted if rows is training else None)
+        for name, rows in (split_rows or {"": training}).items()
+    }
     if not split_rows:
         whole = listings[""]
         listings, told = hold_out(whole, f"{path} has no column for the split")
@@ -242,7 +250,7 @@ def choose_columns(table: Table, columns: Columns) -> Chosen:
     else:
         known = usual(table, LABEL)
         if not known and columns.task in ("labels", "numbers"):
-            known = [name for name in table.names if name not in (image, split)]
+            known = [name for name in table.names if name not in (image, split, columns.weight)]
             labels = tuple(known)
         else:
             labels = (column_for(table, "label", None, LABEL),)
@@ -266,13 +274,32 @@ def column_for(table: Table, what: str, named: str | None, names: Sequence[str])
     return found[0]
 
 
-def notes_on_weights(table: Table, chosen: Chosen) -> list[str]:
-    """Return log lines on columns that look like sample weights, which have no effect."""
-    found = [name for name in usual(table, WEIGHT) if name not in (chosen.image, chosen.split, *chosen.labels)]
-    return [
-        f"column {name} has no effect: all samples of a class have the same weight; see --class-weights"
-        for name in found
-    ]
+def weight_column(table: Table, chosen: Chosen, columns: Columns) -> str | None:
+    """Return the column with sample weights: the named one, else one with a usual name; None if there is none."""
+    if columns.weight == NONE:
+        return None
+    others = (chosen.image, chosen.split, *chosen.labels)
+    if columns.weight is None and not any(name not in others for name in usual(table, WEIGHT)):
+        return None
+    return column_for(table, "weight", columns.weight, WEIGHT)
+
+
+def weights_in(rows: Rows, column: str) -> NDArray[np.float64]:
+    """Return the sample weights of rows, (N,).
+
+    Raises:
+        RefusedError: a cell is no number of at least 0, or all are 0.
+    """
+    cells, way_out = rows.table.column(column), f"correct it, or use --weight-column {NONE} for equal weights"
+    found = [cells[row] for row in rows.numbers]
+    weights = np.array([float(cell) if NUMBER.fullmatch(cell) else math.nan for cell in found])
+    odd = find_odd_weight(weights)
+    if odd is not None:
+        place = rows.table.place(rows.numbers[odd], column)
+        raise RefusedError(f"{place}: {found[odd]!r} must be a weight, a number of at least 0; {way_out}")
+    if not weights.any():
+        raise RefusedError(f"table {rows.table.path}, column {column}: all weights of training rows are 0; {way_out}")
+    return weights
 
 
 def check_column(table: Table, what: str, name: str) -> None:
@@ -419,13 +446,16 @@ def refuse_missing(rows: Rows, row: int, column: int, cell: str) -> None:
         raise RefusedError(f"{rows.place(row, column)}: {said}; fill it in or remove the row")
 
 
-def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
+def listing_of(rows: Rows, root: Path, labels: Labels, weighted: str | None) -> Listing:
     """Return the images of rows, sorted by their paths as bytes, in the order of the sample ids.
 
+    `weighted` is the column with sample weights.
+
     Raises:
-        RefusedError: files do not exist, or an image has two classes.
+        RefusedError: files do not exist, an image has two classes, or a weight is invalid.
     """
     given = labels.of(rows)
+    weights = None if weighted is None else weights_in(rows, weighted)
     sizes, times = files_at(rows, root)
     order = sorted(range(len(rows.paths)), key=lambda row: os.fsencode(rows.paths[row]))
     notes, repeated = list[str](), Counter(rows.paths)
@@ -451,6 +481,7 @@ def listing_of(rows: Rows, root: Path, labels: Labels) -> Listing:
         times=times[order],
         notes=tuple(notes),
         given=given[order],
+        weights=None if weights is None else weights[order],
         kind=labels.kind,
     )
 

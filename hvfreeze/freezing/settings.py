@@ -51,7 +51,7 @@ BY_HAND = Alternative("hvfreeze train", lambda config: not config.freeze.auto)
 Bound = Annotated[float, Must(lambda number: number > 0, "a positive number (inf for no bound)")]
 Shadows = Annotated[str, reads(partial(parse_parts, "shadow", choices=CRITERIA))]
 Parts = Annotated[str, reads(partial(parse_parts, "auto-without", choices=AUTO_PARTS))]
-Quorum = Annotated[float, Must(lambda part: 0 < part <= 1, "in (0, 1]")]
+Quorum = Annotated[float, Must(lambda part: 0 < part <= 1, "above 0 and at most 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,9 @@ class FreezeConfig(Section):
     statistics: Annotated[str, choice("auto", "batch", "kept")] = setting(
         "auto",
         "WHICH",
-        "BatchNorm statistics in trained blocks: batch (of each batch), kept (the pretrained ones), or auto (with "
-        "--weights kept for fewer than 20 batches, or for an --optimizer or --lr in hvfreeze auto; else batch)",
+        "statistics of BatchNorm in trained blocks: batch (those of each batch), kept (the pretrained ones) or auto. "
+        "auto is batch, but kept with --weights and fewer than 20 batches, and in hvfreeze auto with --optimizer or "
+        "--lr",
         of=TRAINED,
     )
     signal: Annotated[str, choice("local", "averaged")] = setting(
@@ -99,7 +100,7 @@ class FreezeConfig(Section):
     vote_weight: Annotated[str, reads(check_vote_weight)] = setting(
         "uniform", "HOW", "uniform, samples, loss, coverage, snr, or one number per rank", of=VOTED
     )
-    quorum: Quorum = setting(0.5, "Q", "share of the voting weight that must support a cut, in (0, 1]", of=VOTED)
+    quorum: Quorum = setting(0.5, "Q", "share of the voting weight that must support a cut", of=VOTED)
     shadow: Shadows = setting("none", "LIST", "criteria that are evaluated and logged without effect")
     auto_without: Parts = setting(
         "none",

@@ -211,6 +211,6 @@ def rows_of(
         labels,
         torch.arange(2 * count) < count,
         samples,
-        task.weights_of(labels),
+        task.weights_of(labels, samples),
     )
     return RowsInMemory(*columns), RowsInMemory(*(column[:count] for column in columns))

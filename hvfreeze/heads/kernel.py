@@ -265,6 +265,11 @@ class Problem:
     watch: Callable[[str], bool]
     world: World
 
+    @property
+    def measured(self) -> Task:
+        """The task with the scale of all rows' targets."""
+        return self.task.measured(self.rows.labels, self.rows.weights)
+
     def choose(self, penalties: Sequence[float], *, trained: bool) -> ClosedForm | None:
         """Return the closed-form fit that chooses the penalty; None if a rank stops it."""
         wants = torch.tensor([int(self.watch("leave-one-out"))], dtype=torch.int32)
@@ -276,7 +281,7 @@ class Problem:
         found = None
         if self.world.rank == 0:
             choosing = part.held_out if trained and bool(part.held_out.any()) else torch.ones_like(part.held_out)
-            task = self.task.measured(self.rows.labels)
+            task = self.measured
             found = fit_few(projected, part, task, penalties, choosing=choosing, whole=bool(some.all()))
         found = self.world.broadcast_object(found, name="head.choice")
         assert found is not None, "rank 0's"
@@ -303,7 +308,7 @@ class Problem:
 
     def _lead_all(self, gram: Gram, rows: Tensor, penalty: float, copies: int) -> Found:
         """Run the solver on rank 0, while the other ranks follow."""
-        outputs, targets = self.task.outputs, self.task.measured(self.rows.labels).targets(self.rows.labels)
+        outputs, targets = self.task.outputs, self.measured.targets(self.rows.labels)
         weights = self.rows.weights.double()
         # The first copy of the columns uses all rows, the second one excludes held-out rows.
         roots = [weights.sqrt(), weights.sqrt() * ~self.rows.held_out][:copies]
@@ -343,7 +348,7 @@ class Problem:
 
     def fit_centres(self, count: int, chosen: ClosedForm) -> Fitted | None:
         """Return the fit with a subset of rows as centres; None if a rank stops it."""
-        rows, task, world = self.rows, self.task.measured(self.rows.labels), self.world
+        rows, task, world = self.rows, self.measured, self.world
         kept, penalty, copies = rows.spread(count), chosen.penalty, 1 + self._judges(chosen)
         centres = gather_projected(self.projected, rows, kept, world=world)
         places = torch.full((len(self.projected),), -1)
@@ -402,7 +407,7 @@ class Problem:
         """Return the fit, calibrated by held-out rows if there are any."""
         calibration, trial = chosen.calibration, None
         if found.held_out is not None and self.world.rank == 0:
-            task, held, said = self.task.measured(self.rows.labels), self.rows.only(self.rows.held_out), found.held_out
+            task, held, said = self.measured, self.rows.only(self.rows.held_out), found.held_out
             calibration, _ = judge(task, said.double(), held)
             trial = trial_of(task, chosen.penalty, said.double(), held, steps=found.steps, whole=True)
         # Processors may round differently: all ranks use rank 0's choice.
@@ -419,7 +424,7 @@ class Problem:
         self, centres: Tensor, weights: Tensor, answers: Tensor, calibration: Calibration, trial: PenaltyTrial | None
     ) -> Fitted:
         """Return the calibrated fit from weights, (M, C), and this rank's raw outputs, (B, C)."""
-        rows, task = self.rows, self.task.measured(self.rows.labels)
+        rows, task = self.rows, self.measured
         logits, own = calibration.apply(answers), rows.weights[rows.own].double()
         losses = task.losses(logits.double(), rows.labels[rows.own]) * own if len(own) else own
         sums = self.world.allreduce_sum(torch.stack([losses.sum(), own.sum()]).double(), name="head.loss")

@@ -386,7 +386,8 @@ def fit_linear(
     check_choice(standard.held_out, len(values))
     if isinstance(task, Numbers):
         # Processors may round differently: all ranks use rank 0's scale of targets.
-        task = world.broadcast_object(task.measured(gather_info(prepared.info, world=world).labels), name="head.task")
+        everyone = gather_info(prepared.info, world=world)
+        task = world.broadcast_object(task.measured(everyone.labels, everyone.weights), name="head.task")
     loss = SumsOverRanks(prepared.rows, standard, task=task, world=world, stop=stop)
     counts = counts_of(prepared, world=world)
     if world.rank > 0:

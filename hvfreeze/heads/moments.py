@@ -48,6 +48,8 @@ class Standard:
     """Inverse standard deviation of each feature, (D,) float64; 1 for constant features."""
     count: int
     """Number of rows of all ranks."""
+    weight: float
+    """Sum of their weights."""
     held_out: int
     """Number of held-out rows of all ranks."""
     origin: Tensor
@@ -73,7 +75,7 @@ class Standard:
 
 
 def measure(rows: Rows, *, world: World) -> Standard:
-    """Return the standardisation of all ranks' rows, with held-out ones, bitwise equal on every rank. Collective.
+    """Return the standardisation of all ranks' weighted rows, with held-out ones, bitwise equal on them. Collective.
 
     Takes one pass. Deviations are relative to the first row of the lowest rank with rows, so that a large mean does not
     hide a small variance.
@@ -90,14 +92,15 @@ def measure(rows: Rows, *, world: World) -> Standard:
         raise UsageError("head fit: there are no samples to fit; use more training samples").on_all_ranks()
     origin = torch.zeros(rows.width, dtype=torch.float64) if first is None else first
     world.broadcast_(origin, name="head.origin", root=int(filled.nonzero()[0]))
-    moments = torch.zeros(2, rows.width + 1, dtype=torch.float64)
+    moments = torch.zeros(2, rows.width + 2, dtype=torch.float64)
     shift = origin.float()
     for chunk in rows.chunks():
         deviations = chunk.features.float() - shift
-        moments[0, :-1] += deviations.sum(0)
-        moments[0, -1] += len(deviations)
-        moments[1, -1] += chunk.info.held_out.sum()
-        moments[1, :-1] += deviations.square_().sum(0)
+        weighted = weigh(deviations, chunk.info.weights)
+        moments[0, :-2] += weighted.sum(0)
+        moments[0, -2:] += torch.stack([torch.tensor(len(deviations)), chunk.info.weights.sum()])
+        moments[1, -2] += chunk.info.held_out.sum()
+        moments[1, :-2] += deviations.mul_(weighted).sum(0)
     moments = world.allreduce_sum(moments, name="head.moments")
     if not moments.isfinite().all():
         columns = (~moments.isfinite()).any(0).nonzero().flatten().tolist()
@@ -109,15 +112,20 @@ def measure(rows: Rows, *, world: World) -> Standard:
             f"these images, or use --precision float32",
             samples,
         )
-    count = moments[0, -1]
-    offset = moments[0, :-1] / count
-    deviation = (moments[1, :-1] / count - offset.square()).clamp(min=0).sqrt()
+    count, weight = moments[0, -2:].tolist()
+    offset = moments[0, :-2] / weight
+    deviation = (moments[1, :-2] / weight - offset.square()).clamp(min=0).sqrt()
     mean = shift.double() + offset
     constant = deviation <= SMALLEST_VARIATION * mean.abs()
     scale = torch.where(constant, 1.0, 1.0 / deviation)
     far = bool((mean.abs() * scale)[~constant].gt(LARGEST_MEAN).any())
     taken_off = mean.float() if far else torch.zeros_like(shift)
-    return Standard(mean, scale, int(count), int(moments[1, -1]), taken_off)
+    return Standard(mean, scale, int(count), weight, int(moments[1, -2]), taken_off)
+
+
+def weigh(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return rows, (B, D), times their weights, (B,); without a copy if all weights are 1."""
+    return rows if bool((weights == 1).all()) else rows * weights[:, None]
 
 
 def damaged(rows: Rows, shift: Tensor, *, world: World) -> list[int]:
@@ -195,7 +203,7 @@ def sketch(
 ) -> Sketch:
     """Sketch the covariance of all ranks' rows and estimate the size of each row, in one pass. Collective.
 
-    Only this rank's rows in the mask `kept`, (N,), count in the product.
+    Only this rank's rows in the mask `kept`, (N,), count in the product, by their weights.
     """
     scaled = test_matrix(rows.width, columns) * standard.scale[:, None]
     factor, shift = scaled.float(), (standard.offset @ scaled).float()
@@ -211,10 +219,11 @@ def sketch(
         if kept is not None:
             products[~kept[place : place + len(products)]] = 0
         place += len(products)
+        products = weigh(products, chunk.info.weights)
         sums[:-1] += features.t() @ products
         sums[-1] += products.sum(0, dtype=torch.float64)
     sums = world.allreduce_sum(sums, name="head.sketch")
-    product = (sums[:-1] - standard.offset[:, None] * sums[-1]) * standard.scale[:, None] / standard.count
+    product = (sums[:-1] - standard.offset[:, None] * sums[-1]) * standard.scale[:, None] / standard.weight
     return Sketch(product, torch.cat(sizes), RowInfo.together(infos))
 
 

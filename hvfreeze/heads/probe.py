@@ -74,14 +74,14 @@ class Probe:
         """Fit the model's own last layer to the samples, before fine-tuning. Collective."""
         seen = self._see(chain)
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
-        labels = seen.labels[~seen.held]
-        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels))
+        labels, samples = seen.labels[~seen.held], seen.samples[~seen.held]
+        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels, samples))
         _, layer = before_last_layer(chain)
         fit = fit_linear(rows, task=self.task, world=self.world, penalties=(PENALTY,))
         assert fit is not None, "a fit without `stop` runs to its end"
         take(layer, fit)
 
-    def loss(self, chain: Chain, *, is_tuned: bool) -> float:
+    def loss(self, chain: Chain, *, is_fine_tuned: bool) -> float:
         """Return the held-out loss of a kernel head on the features of all blocks. Collective.
 
         BatchNorm's running statistics lag behind blocks that are fine-tuned at a large rate, so the probe recomputes
@@ -91,9 +91,9 @@ class Probe:
             NumericsError: a feature is NaN or Inf; on all ranks.
         """
         with state_kept(chain.model):
-            if is_tuned:
+            if is_fine_tuned:
                 self._renew_statistics(chain)
-            return self._solved(self._see(chain), is_tuned=is_tuned)
+            return self._solved(self._see(chain), is_fine_tuned=is_fine_tuned)
 
     @torch.no_grad()
     def _renew_statistics(self, chain: Chain) -> None:
@@ -132,14 +132,14 @@ class Probe:
         """Return this replica's share of the `count` samples, approximately, that heads are fitted to."""
         return first_of(self.feed.epoch(0), max(1, count // len(self.feed.plan.shards)), rows=self.feed.rows)
 
-    def _solved(self, seen: Seen, *, is_tuned: bool) -> float:
-        weights = self.task.weights_of(seen.labels)
+    def _solved(self, seen: Seen, *, is_fine_tuned: bool) -> float:
+        weights = self.task.weights_of(seen.labels, seen.samples)
         rows = RowsInMemory(seen.every_block, seen.labels, seen.held, seen.samples, weights)
         fit = fit_kernel(
             rows,
             task=self.task,
             components=COMPONENTS,
-            trained=is_tuned,
+            trained=is_fine_tuned,
             world=self.world,
             memory_bytes=memory_budget(self.world.local_size),
         )

@@ -79,7 +79,7 @@ def try_token_forms(
                 column.append(torch.cat(found, 1))
         samples = torch.from_numpy(own)
         labels = images.labels[samples]
-        known = labels, torch.ones(len(own), dtype=torch.bool), samples, task.weights_of(labels)
+        known = labels, torch.ones(len(own), dtype=torch.bool), samples, task.weights_of(labels, samples)
         return [RowsInMemory(torch.cat(column), *known) for column in columns]
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():

@@ -31,11 +31,14 @@ class Normalisation:
 
     statistics: Statistics
     source: str
+    advice: str = ""
+    """The way out if this may be wrong."""
 
     def describe(self) -> str:
         """Return the log line."""
         mean, std = (", ".join(f"{number:.4g}" for number in numbers) for numbers in self.statistics)
-        return f"images are normalised with mean {mean} and standard deviation {std} ({self.source})"
+        way = self.advice and f"; {self.advice}"
+        return f"images are normalised with mean {mean} and standard deviation {std} ({self.source}{way})"
 
 
 def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module | None) -> Normalisation:
@@ -47,14 +50,14 @@ def normalisation_of(config: Config, image_set: ImageSet, model: nn.Module | Non
     if known is not None:
         return known
     name = image_set.name
-    source = f"those of {name}" if name in MEASURED else "ImageNet's, as default"
+    source, advice = f"those of {name}" if name in MEASURED else "ImageNet's, as default", ""
     configured = configured_in(model)
     if configured is not None and configured != (image_set.mean, image_set.std):
         mean, std = (",".join(f"{number:.4g}" for number in numbers) for numbers in configured)
-        source += (
-            f"; if its weights are pretrained, use the values of the model's configuration: --mean {mean} --std {std}"
+        advice = (
+            f"if its weights are pretrained, use the values of the model's configuration: --mean {mean} --std {std}"
         )
-    return Normalisation((image_set.mean, image_set.std), source)
+    return Normalisation((image_set.mean, image_set.std), source, advice)
 
 
 def trained_with(settings: ModelConfig, model: nn.Module | None) -> Normalisation | None:

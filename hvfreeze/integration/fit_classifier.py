@@ -23,7 +23,7 @@ from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.settings import TOKENS
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import solver_memory
-from hvfreeze.integration.fit_head import HELD_OUT_EVERY, checked, row_weights
+from hvfreeze.integration.fit_head import HELD_OUT_EVERY, checked, weigh_rows
 from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.blocks import cut_into_blocks
@@ -47,6 +47,7 @@ def fit_classifier(
     outputs: int | None = None,
     task: str = "classes",
     class_weights: str | Sequence[float] | None = None,
+    sample_weight: Tensor | Sequence[float] | None = None,
     flips: bool = False,
     pool: int = 4,
     tokens: str = "mean",
@@ -64,7 +65,7 @@ def fit_classifier(
         model: a replicated classifier of images; wrappers with `module` are opened.
         loader: gives this rank's batches; every rank has its own samples, as with a `DistributedSampler`.
         outputs: classes, labels or numbers; None takes those of the model's last layer.
-        task: as for `fit_head`, and `class_weights` too.
+        task: as for `fit_head`, and `class_weights` and `sample_weight` too.
         flips: whether the head is also fitted to horizontal flips of the images.
         pool: maps are averaged to at most so many cells a side.
         tokens: what is read of a transformer's tokens: their `mean`, the `class` token, or a `grid` of patches.
@@ -121,14 +122,14 @@ def fit_classifier(
     features, labels = raise_on_all_ranks(world, see, name="head.features")
     classifier = found[0]
     answers = TASKS[task](classifier.head.out_features)
-    weights = None if class_weights is None else row_weights(labels, class_weights, answers, world)
+    features, labels, weights = weigh_rows(features, labels, class_weights, sample_weight, answers, world)
     samples, views = torch.arange(len(labels)), features.shape[1]
     rows = RowsInMemory(
         features.flatten(0, 1),
         labels.repeat_interleave(views, 0),
         (samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).repeat_interleave(views),
         (samples * world.size + world.rank).repeat_interleave(views),
-        None if weights is None else weights.repeat_interleave(views),
+        weights.repeat_interleave(views),
     )
     del features
     fit = fit_kernel(

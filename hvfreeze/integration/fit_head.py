@@ -25,7 +25,7 @@ from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.traced import call
-from hvfreeze.tasks import TASKS, Classes, Task, class_weights
+from hvfreeze.tasks import TASKS, Classes, Task, class_weights, find_odd_weight
 
 HELD_OUT_EVERY = 10
 """Every tenth sample chooses the penalty, as in `hvfreeze auto`."""
@@ -37,6 +37,7 @@ def fit_head(
     *,
     task: str = "classes",
     class_weights: str | Sequence[float] | None = None,
+    sample_weight: Tensor | Sequence[float] | None = None,
     penalty: float | None = None,
     split: Split = inputs_and_labels,
     process_set: Any = None,
@@ -54,6 +55,8 @@ def fit_head(
             for regression, (B, outputs) or (B,) for one output.
         class_weights: of `classes`, how much each one's errors count: a number for each, or `balanced` for the inverse
             of their frequencies. None counts all samples alike.
+        sample_weight: weights of this rank's samples, (N,), in the order of its loader, at least 0. A sample of weight
+            2 counts as if it were there twice, one of weight 0 is left out.
         penalty: above 0; None chooses.
         split: takes a batch apart into inputs and labels.
         process_set: one of Horovod's; None is all ranks.
@@ -71,9 +74,7 @@ def fit_head(
     whole = getattr(model, "module", model)
     layer, features, labels = raise_on_all_ranks(world, lambda: see(whole, loader, task, split), name="head.features")
     answers = TASKS[task](layer.out_features)
-    weights = None
-    if class_weights is not None:
-        weights = row_weights(labels, class_weights, answers, world)
+    features, labels, weights = weigh_rows(features, labels, class_weights, sample_weight, answers, world)
     held_out = torch.arange(len(labels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     samples = torch.arange(len(labels)) * world.size + world.rank
     rows = RowsInMemory(features, labels, held_out, samples, weights)
@@ -137,18 +138,50 @@ def checked(labels: Tensor, shape: torch.Size, task: str) -> Tensor:
     return labels.float().clone()
 
 
-def row_weights(labels: Tensor, given: str | Sequence[float], task: Task, world: World) -> Tensor:
-    """Return (N,) float32, each row's class weight. Collective."""
+def weigh_rows(
+    features: Tensor,
+    labels: Tensor,
+    by_class: str | Sequence[float] | None,
+    by_sample: Tensor | Sequence[float] | None,
+    task: Task,
+    world: World,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features and labels of this rank's samples with a weight above 0, and these weights. Collective.
+
+    Weights, (N,) float32, are those of the class times those of the sample.
+    """
+    weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
+    kept = weights > 0
+    if not bool(kept.all()):
+        features, labels, weights = features[kept], labels[kept], weights[kept]
+    if by_class is None:
+        return features, labels, weights
     if not isinstance(task, Classes):
         raise UsageError("class_weights is of task='classes' alone").on_all_ranks()
-    if isinstance(given, str):
-        if given != "balanced":
-            raise UsageError(f"class_weights ({given}) must be balanced, or a number for each class").on_all_ranks()
-        counts = world.allreduce_sum(torch.bincount(labels, minlength=task.outputs), name="head.classes")
-        return torch.tensor(class_weights(counts, given))[labels]
-    weights = torch.tensor(list(given), dtype=torch.float32)
-    if len(weights) != task.outputs or not bool((weights > 0).all()) or not bool(weights.isfinite().all()):
+    if isinstance(by_class, str):
+        if by_class != "balanced":
+            raise UsageError(f"class_weights ({by_class}) must be balanced, or a number for each class").on_all_ranks()
+        mine = torch.bincount(labels, weights.double(), minlength=task.outputs)
+        counts = world.allreduce_sum(mine, name="head.classes")
+        return features, labels, weights * torch.tensor(class_weights(counts, by_class))[labels]
+    given = torch.tensor(list(by_class), dtype=torch.float32)
+    if len(given) != task.outputs or not bool((given > 0).all()) or not bool(given.isfinite().all()):
         raise UsageError(
-            f"class_weights ({given}) must be {task.outputs} numbers above 0, one for each output of the last layer"
+            f"class_weights ({by_class}) must be {task.outputs} numbers above 0, one for each output of the last layer"
         ).on_all_ranks()
-    return weights[labels]
+    return features, labels, weights * given[labels]
+
+
+def checked_weights(given: Tensor | Sequence[float] | None, samples: int) -> Tensor:
+    """Return sample weights, (N,) float32; 1 for None. Raises UsageError for invalid ones."""
+    if given is None:
+        return torch.ones(samples)
+    weights = torch.as_tensor(given, dtype=torch.float32)
+    if weights.shape != (samples,):
+        raise UsageError(
+            f"sample_weight of shape {tuple(weights.shape)} must have a number for each of the {samples} samples"
+        )
+    odd = find_odd_weight(weights.double().numpy())
+    if odd is not None:
+        raise UsageError(f"sample_weight ({float(weights[odd])}, of sample {odd}) must be a number of at least 0")
+    return weights

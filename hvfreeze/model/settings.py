@@ -55,7 +55,7 @@ class ModelConfig(Section):
         "NAME",
         "a torchvision classifier, resnet20, resnet110, mlp or mlp-WxW... (hidden layers of W neurons), tiny-lm for "
         "--data text, timm:NAME, hf:FOLDER or hf:ORGANISATION/NAME (transformers), or package:function (custom)",
-        brief="resnet18, timm:NAME, hf:FOLDER, package:function",
+        brief="torchvision's, timm:NAME, hf:FOLDER",
     )
     blocks: Blocks = setting(
         "auto",

@@ -12,6 +12,7 @@ import torch
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.settings import is_url, weights_entry
 from hvfreeze.torchvision_shim import torchvision
+from hvfreeze.user_code import HF, TIMM
 
 
 def find_entry(model: str, weights: str) -> Any:
@@ -40,6 +41,16 @@ def find_entry(model: str, weights: str) -> Any:
     if found is None or kind not in ("", own):
         raise UsageError(f"weights ({weights}) are not among those of {model}, which has {own}.{' and '.join(entries)}")
     return found
+
+
+def has_published(model: str) -> bool:
+    """Return True if a model may have published weights, so that --weights DEFAULT downloads them."""
+    if ":" in model:
+        return model.startswith((TIMM, HF))
+    try:
+        return len(torchvision.models.get_model_weights(model)) > 0
+    except ValueError:
+        return False
 
 
 def entry_of_file(model: str, path: Path) -> Any:

@@ -23,7 +23,9 @@ def list_runs(folder: Path) -> int:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise RefusedError(f"{folder} cannot be read: {error.strerror}") from error
+        raise RefusedError(
+            f"{folder} cannot be read: {error.strerror}; name a folder of runs, such as runs/"
+        ) from error
     places = [place for place in ([folder] if folder / "config.yaml" in entries else entries) if is_run(place)]
     if not places:
         raise RefusedError(f"{folder} contains no run directory; give the folder that contains them, such as runs/")

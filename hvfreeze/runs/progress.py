@@ -10,7 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0
+from hvfreeze.wording import in_time
+
+SECONDS_BETWEEN_LINES, MOST_SECONDS_BETWEEN_LINES = 30.0, 600.0
 SECONDS_BETWEEN_LOOKS = 0.5
 LEAST_SHARE = 0.05
 """Share of the steps that must be done before the remaining time is estimated."""
@@ -39,6 +41,11 @@ class RunLogger:
                 tqdm.write(encodable(text.partition("\n")[0]), file=sys.stdout)
                 sys.stdout.flush()
 
+    def detail(self, text: str) -> None:
+        """Log a line without printing it."""
+        if self.logs:
+            self._log(text)
+
     def log_to(self, log: Callable[[str], None]) -> None:
         """Call `log` with each previous line, and with each future one."""
         self._log = log
@@ -53,7 +60,7 @@ def encodable(text: str) -> str:
 
 
 class Progress:
-    """Progress of a run on rank 0: a bar on a terminal, else lines after 30 seconds, 60 more, 90 more.
+    """Progress of a run on rank 0: a bar on a terminal, else lines after 30 s, 60 s more, 120 s more, up to 10 minutes.
 
     Args:
         logger: prints the lines; None prints nothing.
@@ -62,7 +69,7 @@ class Progress:
     """
 
     def __init__(self, logger: RunLogger | None = None, total: int = 0, *, done: int = 0) -> None:
-        self._logger, self._first, self._lines = logger, done, 0
+        self._logger, self._first, self._wait = logger, done, SECONDS_BETWEEN_LINES
         self._start = self._last = time.monotonic()
         shows_bar = logger is not None and logger.prints and sys.stderr.isatty()
         self._bar: Any = None
@@ -71,10 +78,11 @@ class Progress:
                 total=total, initial=done, unit="step", dynamic_ncols=True, mininterval=SECONDS_BETWEEN_LOOKS
             )
 
-    def step(self, done: int, total: int, note: str, *, even: bool = True) -> None:
+    def step(self, done: int, total: int, note: str, *, even: bool = True, estimated: bool = False) -> None:
         """Show the progress; as a line only if the last one is old enough.
 
-        If the steps differ in duration, `even` is False, and the remaining time is not shown.
+        If the steps differ in duration, `even` is False, and a line has neither steps nor the remaining time. `total`
+        may be an estimate.
         """
         now = time.monotonic()
         if self._bar is not None:
@@ -85,13 +93,14 @@ class Progress:
             elif now - self._last >= SECONDS_BETWEEN_LOOKS:
                 self._bar.refresh()
                 self._last = now
-        elif self._logger is not None and now - self._last >= SECONDS_BETWEEN_LINES * (1 + self._lines):
-            rest, self._lines = "", self._lines + 1
+        elif self._logger is not None and now - self._last >= self._wait:
+            rest, self._wait = "", min(2 * self._wait, MOST_SECONDS_BETWEEN_LINES)
             # What the first few steps took says little.
             if even and done > self._first and done - self._first >= LEAST_SHARE * (total - self._first):
                 left = (now - self._start) / (done - self._first) * (total - done)
-                rest = f" | {left / 60:.1f} min left"
-            self._logger.info(f"step {done}/{total} | {note}{rest}")
+                rest = f"; {in_time(left)} left"
+            steps = f"step {done} of {'about ' if estimated else ''}{total}, " if even else ""
+            self._logger.info(f"{steps}{note}{rest}")
             self._last = now
 
     def close(self) -> None:

@@ -264,6 +264,8 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     root = Path(directory)
     if not root.is_dir():
         raise RefusedError(f"run directory {root} does not exist")
+    if not any((root / name).exists() for name in ("config.yaml", "environment.json", "metrics.jsonl")):
+        raise RefusedError(f"{root} is not a run directory: it has no config.yaml; name the --run-dir of a run")
     environment = read_object(root / "environment.json", ("size",))
     metrics = read_lines(root / "metrics.jsonl", METRICS)
     if not metrics:

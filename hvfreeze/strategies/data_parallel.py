@@ -178,7 +178,8 @@ class DataParallel:
         for number, batch in enumerate(batches, 1):
             clock.enter("forward")
             self.halves.be_in_mode(training=True)
-            seen = self.objective.mix(self.training.of(batch), batch.labels, step=self.freezer.step, number=number)
+            features, step = self.training.of(batch), self.freezer.step
+            seen = self.objective.mix(features, batch.labels, batch.ids, step=step, number=number)
             logits = self.halves.suffix(seen.features, self.training.cut).float()
             loss = self.objective.loss(logits, seen) / count
             value += loss.item()
@@ -314,9 +315,10 @@ class DataParallel:
         def losses() -> Iterator[Tensor]:
             for batch in self.feed.epoch(cadence.epoch(self.freezer.step))[:count]:
                 images = self.feed.images.load(batch.ids, batch.views)
-                for part, labels in zip(images.chunk(parts), batch.labels.chunk(parts), strict=True):
+                rows = (images, batch.labels, torch.from_numpy(batch.ids))
+                for part, labels, samples in zip(*(each.chunk(parts) for each in rows), strict=True):
                     logits = self.halves.part(part, 0, len(self.chain.blocks)).float()
-                    yield self.objective.task.training_loss(logits, labels)
+                    yield self.objective.task.training_loss(logits, labels, samples)
 
         with in_evaluation(self.chain.model):
             self.freezer.probe(losses())

@@ -54,7 +54,7 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
     task, labels = context.corpus.task, context.corpus.train.labels
-    weights = task.weights_of(labels).numpy()
+    weights = task.weights_of(labels, torch.arange(len(labels))).numpy()
     return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres, task, weights)
 
 

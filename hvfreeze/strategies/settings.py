@@ -44,6 +44,8 @@ class StrategyConfig(Section):
     """Whether BatchNorm uses each batch's statistics wherever it trains."""
     takes_any_labels: ClassVar[bool] = True
     """Whether its models can predict several labels per sample, or numbers."""
+    takes_weights: ClassVar[bool] = True
+    """Whether samples can have weights in its training loss."""
     evaluates_more: ClassVar[bool] = False
     """Whether evaluation batches may have more samples than training batches."""
 

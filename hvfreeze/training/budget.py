@@ -76,7 +76,7 @@ class Work:
         return UPDATE * self.parameters / max(self.forward, LEAST_FORWARD)
 
     @property
-    def solve(self) -> float:
+    def head_fit(self) -> float:
         """Work of fitting the head to all rows."""
         fit = LINEAR
         if self.kernel is not None:

@@ -30,7 +30,7 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, meant_by
+from hvfreeze.data.folders import Folders, class_folder_of, first_few, first_image, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -50,16 +50,18 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
+from hvfreeze.model.small_maps import note_on_small_maps
+from hvfreeze.model.weight_names import has_published
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
-from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record
+from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, source_digest, version_of
 from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
-from hvfreeze.tasks import Classes, Numbers, Task, class_weights
+from hvfreeze.tasks import Classes, Numbers, Task, class_weights, scaled_weights
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
@@ -68,7 +70,7 @@ from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, s
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
-from hvfreeze.training.verb_settings import solving, with_flips
+from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import did_you_mean, plural
 
@@ -76,13 +78,15 @@ FEW_BATCHES = 20
 """Number of batches below which BatchNorm's running statistics (momentum 0.1) keep an eighth of the pretrained ones."""
 
 
-def notes_on_freezing(config: Config) -> list[str]:
-    """Return notes on blocks that keep random weights."""
+def notes_on_freezing(config: Config, *, trains: bool) -> list[str]:
+    """Return notes on random weights; `trains` is True if the run has training steps."""
     settings = config.freeze
     if config.model.weights != "none":
         return []
-    if settings.auto and config.optimizer.epochs == 1:
-        return ["the head is fitted to a network with random weights; hvfreeze auto is for trained --weights"]
+    if settings.auto:
+        does = "training from scratch, without a trial" if trains else "fitting a head to a network with random weights"
+        way = "DEFAULT" if has_published(config.model.model) else "FILE"
+        return [f"no --weights: {does}; --weights {way} starts from pretrained weights"]
     if settings.cut and not settings.auto:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
@@ -226,9 +230,10 @@ def assemble(
     feed, evaluated, normalisation, notes = load_share(
         config, world, corpus, replica=replica, rows=rows, model=chain.model
     )
+    details = list[str]()
     set_up.enter("other")
     if normalisation is not None and isinstance(feed.images, Images):
-        notes = [normalisation.describe(), *notes]
+        (notes if normalisation.advice else details).insert(0, normalisation.describe())
     if config.head.solved and config.head.head == "multi-level" and config.head.tokens == AUTO:
         task = corpus.task
         forms = try_token_forms(chain, feed, blueprint.image_shape, task=task, place=place, world=world)
@@ -294,6 +299,7 @@ def assemble(
         flips=flips,
         flip_trial=finding,
         notes=[*notes, *notes_on_mean(factory, settings)],
+        details=details,
     )
 
 
@@ -308,7 +314,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     def table() -> Work:
         if settings.head.solved:
             factory.check_held_out(settings.head.head_fit)
-        solved = solving(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
+        solved = for_head(factory.with_affordable_flips(settings)) if settings.freeze.auto else settings
         return factory.work(solved, cut=settings.freeze.cut or 0 if settings.freeze.auto else 0, evaluated=evaluated)
 
     work = raise_on_all_ranks(world, table, name="work")
@@ -319,7 +325,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
     budget.begin()
     if seconds is not None and not settings.run.resume:
         step = work.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
-        least = (work.solve, "fitting the head") if settings.head.solved else (step, "a step")
+        least = (work.head_fit, "fitting the head") if settings.head.solved else (step, "a step")
         budget.check(least[0], what=least[1])
     return budget
 
@@ -425,6 +431,8 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     with set_up.within("model"):
         chain, notes = build_equal_model(config, world, blueprint)
+    if world.rank == 0:
+        notes += note_on_small_maps(config.model.model, chain.model, blueprint.image_shape)
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started, set_up=set_up)
     job.data_identities |= identities
@@ -448,7 +456,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *([job.conflict.describe()] if job.conflict else []),
         *notes,
         *kept,
-        *notes_on_freezing(config),
+        *notes_on_freezing(config, trains=bool(plan.trained)),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
@@ -582,12 +590,33 @@ def open_run_directory(config: Config, world: World, environment: dict[str, Any]
     named = directory_name(config.model.model, config.data.data, config.freeze.freeze)
     given = config.run.run_dir or str(Path("runs") / named)
     directory = Path(world.broadcast_object(given, name="run.directory")).resolve()
-    raise_on_all_ranks(
-        world,
-        lambda: check_directory(directory, to_dict(config), environment) if world.rank == 0 else None,
-        name="directory",
-    )
+
+    def check() -> None:
+        if world.rank == 0:
+            check_directory(directory, to_dict(config), environment)
+            check_apart_from_data(directory, config.data)
+
+    raise_on_all_ranks(world, check, name="directory")
     return directory
+
+
+def check_apart_from_data(directory: Path, data: DataConfig) -> None:
+    """Raise UsageError if a new run's directory holds images, other runs, or would be a class of the data.
+
+    `directory` is absolute.
+    """
+    if (directory / "config.yaml").exists():
+        return
+    found = first_image(directory)
+    if found is not None:
+        raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
+    runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
+    if runs:
+        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+    root = data.data_dir if data.data == "imagefolder" else None
+    above = None if root is None else class_folder_of(directory, Path(root))
+    if above is not None:
+        raise unusable(directory, f"is in {above}, whose folders are the classes of the data")
 
 
 def open_agreed_corpus(
@@ -645,9 +674,11 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     Raises:
         UsageError: a setting does not fit the labels, or names an unknown class.
     """
-    check_task(config, corpus.task.kind)
+    check_task(config, corpus)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
     ids = torch.from_numpy(np.unique(np.concatenate(corpus.plan.shards)))
+    if corpus.train.weights is not None:
+        task = replace(task, sample_weights=scaled_weights(corpus.train.weights, ids))
     if config.run.metric is not None:
         fitting = METRICS[task.kind]
         rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
@@ -662,15 +693,17 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
     if isinstance(given, dict):
         for name in given:
             known = did_you_mean(name, corpus.train.classes)
-            rule(meant_by(name) in places, "class-weights", name, f"the name of one of {len(places)} classes{known}")
-    counts = torch.bincount(corpus.train.labels[ids], minlength=task.outputs)
+            wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
+            rule(meant_by(name) in places, "class-weights", name, wanted)
+    each = None if task.sample_weights is None else task.sample_weights[ids]
+    counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))
 
 
-def check_task(config: Config, kind: str) -> None:
-    """Raise UsageError for settings that do not fit labels of this kind."""
-    strategy, optimizer = config.strategy.strategy, config.optimizer
+def check_task(config: Config, corpus: Corpus) -> None:
+    """Raise UsageError for settings that do not fit the labels or the weights of the samples."""
+    kind, strategy, optimizer = corpus.task.kind, config.strategy.strategy, config.optimizer
     other = kind != "classes"
     labels = {"labels": "several labels per sample", "numbers": "numbers"}.get(kind, "classes")
     for flag, value, bad, remedy in (
@@ -686,6 +719,11 @@ def check_task(config: Config, kind: str) -> None:
     ):
         if bad:
             raise UsageError(f"--{flag} ({value}) does not fit the dataset, which has {labels}; {remedy}")
+    if corpus.train.weights is not None and not config.strategy.takes_weights:
+        raise UsageError(
+            f"--strategy ({strategy}) does not fit the dataset, which has sample weights; use --weight-column none, or "
+            "another strategy"
+        )
 
 
 def build_equal_model(config: Config, world: World, blueprint: Blueprint) -> tuple[Chain, list[str]]:

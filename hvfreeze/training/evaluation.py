@@ -41,9 +41,13 @@ class Score(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The score as text."""
-        found = f"accuracy {100 * self.accuracy:.1f} %" if self.metrics is None else in_words(self.metrics)
-        return f"{found}, loss {self.loss:.3f}"
+        """The score as text; the number that decides comes first."""
+        loss = f"loss {self.loss:.3f}"
+        if not math.isfinite(self.loss):
+            return "loss not usable (NaN, Inf or a fit that did not converge)"
+        if self.metrics is None:
+            return f"{loss}, accuracy {100 * self.accuracy:.1f} %"
+        return f"{in_words(self.metrics)}, {loss}"
 
     def plain(self) -> dict[str, float]:
         """Return the known numbers by name, as in metrics.jsonl."""
@@ -243,7 +247,8 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
     }
 
 
-def fall(before: float, after: float) -> str:
-    """Format a change of a loss."""
-    changed = f" ({100 * (after / before - 1):+.0f} %)" if math.isfinite(after) and math.isfinite(before) else ""
-    return f"{before:.3f} -> {after:.3f}{changed}"
+def fall(before: float, after: float, needed: float) -> str:
+    """Format a change of a loss, which must fall by the share `needed`."""
+    if not (math.isfinite(before) and math.isfinite(after)):
+        return f"{before:.3f} -> NaN or Inf"
+    return f"{before:.3f} -> {after:.3f} ({100 * (after / before - 1):+.0f} %; fine-tuning needs {-100 * needed:.0f} %)"

@@ -28,6 +28,7 @@ from hvfreeze.training.budget import Budget
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.stage_build import Factory, Opened, Part
+from hvfreeze.wording import plural
 
 Report = dict[str, Any]
 
@@ -58,6 +59,8 @@ class Job:
     flip_trial: Finding | None = None
     """Result of the trial with and without flips."""
     notes: list[str] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """Notes for log.txt only."""
     record: Record | NullRecord = field(default_factory=NullRecord)
     progress: Progress = field(default_factory=Progress)
     data_identities: dict[str, str] = field(default_factory=dict)
@@ -92,6 +95,8 @@ class Job:
     earlier: Report = field(default_factory=dict)
     """Joined reports of the parts before the open one."""
     asked_to_leave: bool = False
+    asked_by: str = ""
+    """Name of the signal that asked this rank to leave."""
     checkpoint_seconds: float = 0.0
     """Seconds that training waited for the last checkpoint."""
     saving: Saving | None = None
@@ -205,9 +210,19 @@ class Job:
         first_epoch, first_step = self.opened.first_epoch, self.opened.first_step
         return Move(first_epoch + move.epoch, first_step + move.step, self._shown(move.cut))
 
+    @property
+    def frozen_in_words(self) -> str:
+        """The number of frozen blocks for log lines."""
+        return f"{self.cut} of {plural(len(self.block_names), 'block')} frozen"
+
+    def epoch_in_words(self, epoch: int) -> str:
+        """Return epoch `epoch`, from 0, of the open part for log lines: counted from 1, with the total if known."""
+        total = f"{self.opened.epochs}" if self.budget.seconds is None else ""
+        return f"epoch {epoch + 1:{len(total) or 3}d}{total and f' of {total}'}"
+
     def _shown(self, cut: int) -> int:
         """Return a cut in blocks of the model; a fitted head counts all blocks but one as features."""
-        return len(self.block_names) - 1 if self.opened.part.solves else cut
+        return len(self.block_names) - 1 if self.opened.part.fits_head else cut
 
 
 def joined(earlier: Report, later: Report) -> Report:

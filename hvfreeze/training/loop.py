@@ -52,7 +52,7 @@ def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: 
     return base
 
 
-def tune(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
+def train_part(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
     """Make the remaining steps of the open part, with evaluations by --evaluate-every. Collective.
 
     Args:
@@ -84,10 +84,10 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
         if job.part_step >= job.opened.steps:
             break
         loss = train_step(job, batches)
-        note = f"epoch {job.epochs_done} loss {loss:.3f} cut {job.cut}"
+        note = f"{job.epoch_in_words(epoch)}: loss {loss:.3f}, {job.frozen_in_words}"
         if pace is not None:
             job.opened.plan(pace.after_step(job.part_step, job.opened.steps))
-        job.progress.step(job.step, job.total_steps, note)
+        job.progress.step(job.step, job.total_steps, note, estimated=pace is not None)
         if not job.at_epoch_end:
             save_when_due(job)
 
@@ -128,6 +128,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
                 pace.after_evaluation(time.monotonic() - began)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.report()
+    shown = job.epoch_in_words(job.part_epoch)
     images = job.images_of(job.part_step) - job.images_of(job.part_epoch * job.steps_per_epoch)
     loss, accuracy = mean(trained)
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}
@@ -135,7 +136,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
     job.record.metrics(line)
     job.record.trackers.rate(rate(job), step=line["step"])
     job.totals, job.epochs_done = {}, epoch + 1
-    log_epoch(job, line)
+    log_epoch(job, line, epoch=shown)
 
 
 def evaluate_now(job: Job) -> Scores:
@@ -177,8 +178,11 @@ def train_balance(job: Job) -> dict[str, float]:
     return {} if job.majority_share is None else {"train_majority_share": job.majority_share}
 
 
-def log_epoch(job: Job, line: dict[str, Any]) -> None:
-    """Log an epoch from its line of metrics.jsonl; hvfreeze auto logs whole verbs instead. Not a collective."""
+def log_epoch(job: Job, line: dict[str, Any], *, epoch: str) -> None:
+    """Log an epoch, `epoch` in words, from its line of metrics.jsonl; hvfreeze auto logs whole verbs instead.
+
+    Not a collective.
+    """
     if job.config.freeze.auto:
         return
     fitted = f" | train {accuracy_in_words(line['train_accuracy'], majority=job.majority_share)}"
@@ -198,7 +202,7 @@ def log_epoch(job: Job, line: dict[str, Any]) -> None:
         shown += f", {line['test_bits_per_character']:.3f} bits per character"
     samples = "windows" if job.config.data.data == TEXT else "images"
     job.logger.info(
-        f"epoch {line['epoch']:3d} | cut {line['cut']} | loss {line['train_loss']:.4f}{fitted} | {shown} | "
+        f"{epoch} | {job.frozen_in_words} | loss {line['train_loss']:.4f}{fitted} | {shown} | "
         f"{line['train_seconds']:.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
     log_overflow(job, loss)
@@ -217,13 +221,13 @@ def own_numbers(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave(job: Job) -> None:
-    """Write a checkpoint and leave with the exit code for preemption. Collective."""
+    """Write a checkpoint and leave with the exit code for preemption; `Preempted` gets the way on later. Collective."""
     # An uninterrupted run synchronizes here only for a due checkpoint; at an epoch's end, evaluation comes first.
     settled = not job.at_epoch_end and is_due(job)
     with job.clock.within("checkpoint"):
         save(job, settled=settled)
         finish_saving(job)
-    raise Preempted(f"asked to leave: stopped after step {job.step} of {job.total_steps}; continue with --resume")
+    raise Preempted(f"stopped after step {job.step} of {job.total_steps}{job.asked_by and f' by {job.asked_by}'}")
 
 
 @contextmanager
@@ -231,7 +235,7 @@ def leaving_on_signal(job: Job) -> Iterator[None]:
     """Leave on all ranks after the step in which one of them receives SIGUSR1, or a single process SIGTERM."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        job.asked_to_leave = True
+        job.asked_to_leave, job.asked_by = True, signal.Signals(number).name
 
     with ExitStack() as handled:
         for number in [signal.SIGUSR1] + ([signal.SIGTERM] if job.world.size == 1 else []):

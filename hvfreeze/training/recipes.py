@@ -13,7 +13,7 @@ from hvfreeze.effects import Stretch
 from hvfreeze.training.auto import auto, plan_run
 from hvfreeze.training.job import Job
 from hvfreeze.training.stage_build import Part
-from hvfreeze.training.verb_settings import solving
+from hvfreeze.training.verb_settings import for_head
 from hvfreeze.training.verbs import Run
 
 Recipe = Callable[[Run], None]
@@ -22,14 +22,14 @@ Recipe = Callable[[Run], None]
 def plain(run: Run) -> None:
     """Train for --epochs, or until the time budget ends."""
     if run.budget.seconds is None:
-        run.tune(run.settings, epochs=run.settings.optimizer.epochs)
+        run.fine_tune(run.settings, epochs=run.settings.optimizer.epochs)
     else:
-        run.tune(run.settings, work=run.budget.left())
+        run.fine_tune(run.settings, work=run.budget.left())
 
 
 def head_alone(run: Run) -> None:
     """Fit the head on the features of frozen blocks."""
-    run.solve(run.settings)
+    run.fit_head(run.settings)
     run.finish_with()
 
 
@@ -48,22 +48,22 @@ def named(config: Config) -> dict[str, Any]:
 
 def first_part(settings: Config) -> Part:
     """Return the part that a run opens before its recipe, so that invalid settings are refused early."""
-    return Part(solving(settings) if settings.freeze.auto else settings)
+    return Part(for_head(settings) if settings.freeze.auto else settings)
 
 
 def planned(job: Job) -> list[Stretch]:
     """Return the parts that the recipe may open; a recipe may decide on others later."""
     config, deal = job.settings, job.factory.context.feed.plan
     if config.freeze.auto:
-        plan, head = plan_run(Run(job)), Stretch(solving(config))
+        plan, head = plan_run(Run(job)), Stretch(for_head(config))
         if not plan.has_room:
             return [head]
-        room = job.budget.left() - job.budget.work.solve
+        room = job.budget.left() - job.budget.work.head_fit
         tuned = plan.settings_for(room).optimizer
         steps = max(1, int(room / job.budget.work.step(tuned.batch_size)))
         samples = deal.batches_per_epoch * deal.batch_size
         per_epoch = tuned.steps_per_epoch(max(1, samples // tuned.batch_size))
-        return [Stretch(plan.tuning, steps=steps, steps_per_epoch=per_epoch), head]
+        return [Stretch(plan.fine_tuning, steps=steps, steps_per_epoch=per_epoch), head]
     if config.head.solved:
         return [Stretch(config)]
     steps = config.optimizer.steps_per_epoch(deal.batches_per_epoch)

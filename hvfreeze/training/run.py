@@ -21,7 +21,7 @@ from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
 from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
-from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
+from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, UsageError
 from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import head_named, sha256_of, write_card
@@ -44,7 +44,7 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.loop import leaving_on_signal, own_numbers, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
 from hvfreeze.training.verbs import Run
-from hvfreeze.wording import did_you_mean, plural
+from hvfreeze.wording import did_you_mean, in_time, plural
 
 
 def auto(data: str | os.PathLike[str], **settings: Any) -> dict[str, Any]:
@@ -124,7 +124,8 @@ def train_and_conclude(job: Job, asked: Sequence[int]) -> dict[str, Any]:
             job.record.trackers = open_trackers(names, job.directory, settings, step=job.step, say=job.logger.info)
         introduce(job, resumed=wrote is not None)
         with leaving_on_signal(job):
-            job.asked_to_leave = job.asked_to_leave or bool(asked)
+            if asked:
+                job.asked_to_leave, job.asked_by = True, signal.Signals(asked[0]).name
             job.clock.restart()
             verbs = Run(job)
             recipe_of(job.config)(verbs)
@@ -144,6 +145,10 @@ def logging_its_end(job: Job) -> Iterator[None]:
     """Log the reason of an early end and the command to resume; unlock the run directory."""
     try:
         yield
+    except Preempted as error:
+        message = f"{error}; {resume_advice(job)}"
+        job.record.log(message)
+        raise Preempted(message) from None
     except HvfreezeError as error:
         job.record.log(f"error: {error}")
         raise
@@ -167,8 +172,10 @@ def introduce(job: Job, *, resumed: bool) -> None:
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
     say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
+    trained = plural(job.factory.context.feed.plan.samples, f"training {noun}")
+    held = f" ({job.factory.held_out_samples} of them held out)" if config.head.solved else ""
     say(
-        f"data: {data.data_dir or data.data}, {plural(job.factory.context.feed.plan.samples, f'training {noun}')}, "
+        f"data: {data.data_dir or data.data}, {trained}{held}, "
         f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), *job.task.nouns)}; "
         f"{plural(job.world.size, 'rank')}"
     )
@@ -177,8 +184,12 @@ def introduce(job: Job, *, resumed: bool) -> None:
             f"training: {plural(config.optimizer.epochs, 'epoch')} of {plural(job.steps_per_epoch, 'step')}, "
             f"freeze {config.freeze.freeze}, cache {config.cache.cache}"
         )
+    for detail in job.details:
+        job.logger.detail(f"note: {detail}")
     for note in job.notes:
         say(f"note: {note}")
+    if config.run.resume and not resumed:
+        say(f"note: {job.directory} holds no checkpoint; starting from scratch")
     say(f"files: {job.directory}")
     if resumed:
         say(f"resumed after step {job.step}")
@@ -256,7 +267,7 @@ def conclude(job: Job) -> dict[str, Any]:
         summary["verbs"] = [
             {"verb": entry.verb, "value": entry.value} for entry in job.journal.ended if entry.value is not None
         ]
-        summary["head"] = report.get("head") if job.opened.part.solves else None
+        summary["head"] = report.get("head") if job.opened.part.fits_head else None
     if job.config.run.keep == "best":
         summary["kept"] = {name: best._asdict() for name, best in job.best.items()}
     if job.config.data.data == TEXT and job.last_scores:
@@ -280,7 +291,9 @@ def log_result(job: Job, summary: dict[str, Any]) -> None:
     balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
     shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"
     shown = in_words(named_in(summary, part="test")) if job.task.is_examined else shown
-    job.logger.info(f"result: test {shown}; training {summary['train_seconds']:.0f} s; model {job.directory}/model.pt")
+    job.logger.info(
+        f"result: test {shown}; training {in_time(summary['train_seconds'])}; model {job.directory}/model.pt"
+    )
     job.logger.info(f"next: hvfreeze predict {job.directory} IMAGES...")
 
 

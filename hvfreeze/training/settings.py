@@ -38,6 +38,7 @@ AUTO_DEFAULTS = {
 MOST_THREADS = 4096
 
 SGD = Alternative("--optimizer sgd", lambda config: config.optimizer.optimizer == "sgd")
+UNTIMED = Alternative("a run without --time-budget", lambda config: config.run.time_budget == "none")
 RESUMED = Alternative("--resume", lambda config: config.run.resume)
 NAMED = Alternative("a named --optimizer", lambda config: config.optimizer.optimizer != AUTO)
 
@@ -75,15 +76,15 @@ def parse_rates(text: str) -> list[float]:
 
 
 def parse_cadence(text: str) -> tuple[int, str] | None:
-    """Return the number of `epochs`, or of `steps` with the suffix s, between two checkpoints; None for `auto`.
+    """Return the number of `epochs`, or of `steps` as in `200steps`, between two checkpoints; None for `auto`.
 
     Raises:
-        UsageError: it is neither `N` nor `Ns`.
+        UsageError: it is neither `N` nor `Nsteps`.
     """
     if text == "auto":
         return None
-    found = re.fullmatch(r"([0-9]{1,18})(s?)", text)
-    rule(found is not None, "checkpoint-every", text, "auto, a number of epochs, or of steps with the suffix s")
+    found = re.fullmatch(r"([0-9]{1,18})(steps)?", text)
+    rule(found is not None, "checkpoint-every", text, "auto, a number of epochs, or of steps as in 200steps")
     assert found is not None
     return int(found.group(1)), "steps" if found.group(2) else "epochs"
 
@@ -110,14 +111,14 @@ class OptimizerConfig(Section):
     epochs: Count = setting(
         10,
         "N",
-        "passes over the training samples; in hvfreeze auto: the most work, in epochs of full fine-tuning",
-        brief="work, in epochs of full fine-tuning",
-        of=TRAINED,
+        "passes over the training samples",
+        brief="most work, in passes over the training images",
+        of=(TRAINED, UNTIMED),
     )
     batch_size: Count = setting(
         128,
         "N",
-        "samples per rank and backward pass; hvfreeze auto chooses it unless it is given",
+        "samples per rank and backward pass",
         brief="samples per rank and step; default: chosen",
     )
     accumulate: Count = setting(
@@ -126,7 +127,7 @@ class OptimizerConfig(Section):
     optimizer: Annotated[str, choice("sgd", "adamw", "lars", AUTO)] = setting(
         "sgd",
         "NAME",
-        "sgd, adamw, or lars (SGD with steps in proportion to each tensor); hvfreeze auto chooses it unless given",
+        "sgd, adamw, or lars (SGD with steps in proportion to each tensor)",
         of=TRAINED,
     )
     lr: Positive = setting(
@@ -173,7 +174,7 @@ class OptimizerConfig(Section):
     mixup: Mixup = setting(
         0.0,
         "ALPHA",
-        "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); behind a cut, the output of frozen blocks",
+        "mix pairs of images and labels by a draw from Beta(ALPHA, ALPHA); if blocks are frozen, mix their output",
         of=(IMAGES, TRAINED),
     )
     schedule: Annotated[str, choice("constant", "step", "cosine")] = setting(
@@ -209,20 +210,20 @@ class RunConfig(Section):
         None,
         "N",
         "torch threads per rank; default: OMP_NUM_THREADS, else the rank's share of the cores",
-        brief="torch threads per rank",
+        brief="torch threads per rank; default: its share of cores",
     )
     run_dir: str | None = setting(
         None,
         "DIR",
         "folder for the files of the run; default: runs/<time>-<name>",
-        brief="folder for the files of the run",
+        brief="folder for the run; default: runs/<time>-<name>",
     )
     checkpoint_every: Annotated[str, reads(parse_cadence)] = setting(
         "auto",
         "N",
-        "epochs between checkpoints, or steps with the suffix s (200s); 0: none; auto: at ends of epochs, in about 3 % "
-        "of the time",
-        brief="epochs, or steps as in 200s",
+        "epochs between checkpoints, or steps as in 200steps; 0: none; auto: at ends of epochs, in about 3 % of the "
+        "time",
+        brief="epochs, or steps as in 200steps",
     )
     evaluate_every: Annotated[int, at_least(1, "epoch")] = setting(
         1, "N", "epochs between evaluations; the last epoch and a fitted head are always evaluated", of=TRAINED
@@ -239,7 +240,7 @@ class RunConfig(Section):
         "held-out metric by which hvfreeze auto, --keep best and --early-stop compare models: accuracy, "
         "balanced-accuracy, macro-f1 or auroc for classes (default: accuracy, in hvfreeze auto the loss), "
         "average-precision (default) or macro-f1 for several labels, r2 (default) or mae for numbers",
-        brief="held-out metric that decides, as macro-f1",
+        brief="held-out metric that decides, as macro-f1 [loss]",
         of=IMAGES,
     )
     early_stop: Annotated[int, at_least(1, "evaluation")] | None = setting(

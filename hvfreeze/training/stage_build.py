@@ -122,7 +122,7 @@ class Part:
     """Whether training excludes the held-out samples."""
 
     @property
-    def solves(self) -> bool:
+    def fits_head(self) -> bool:
         """Whether the head is fitted, without training."""
         return self.settings.head.solved
 
@@ -200,7 +200,7 @@ class Factory:
         corpus = replace(given.corpus, plan=feed.plan)
         length = Length(settings.optimizer.epochs)
         context = replace(given, chain=chain, feed=feed, corpus=corpus, length=length)
-        if part.solves:
+        if part.fits_head:
             return Opened(part, open_fitted_head(context, settings), feed, chain, length)
         opened = Opened(part, open_strategy(context, settings), feed, chain, length)
         opened.plan(settings.optimizer.epochs * opened.steps_per_epoch)
@@ -257,27 +257,32 @@ class Factory:
                 f"with two of a class, or --head-fit sgd with another --freeze"
             ) from error
 
-    def held_out(self, solving: Config) -> HeldOut:
+    @property
+    def held_out_samples(self) -> int:
+        """Number of training samples that are held out, over all ranks."""
+        return int(self.context.feed.held_out(HELD_OUT).sum())
+
+    def held_out(self, head_fit: Config) -> HeldOut:
         """Return this replica's held-out samples, in the views for fitting a head."""
-        feed = self.feed(Part(solving))
+        feed = self.feed(Part(head_fit))
         return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
 
-    def probe(self, solving: Config, tuning: Config) -> Probe:
-        """Return the probe of the features for settings of fitting and of fine-tuning."""
-        feed = self.feed(Part(solving))
+    def probe(self, head_fit: Config, fine_tuning: Config) -> Probe:
+        """Return the probe of the features for settings of fitting and of fine-fine_tuning."""
+        feed = self.feed(Part(head_fit))
         assert isinstance(feed.images, Images), "a text has no head to fit"
         seen = seen_by(feed.plan.samples)
         most = max(1, seen[1] // feed.plan.replicas)
         return Probe(
-            feed=self.feed(Part(tuning, holds_out=True)),
+            feed=self.feed(Part(fine_tuning, holds_out=True)),
             images=feed.images,
             held_out=feed.every_view(of=feed.some_of(feed.held_out(HELD_OUT), most)),
             seen=seen,
             task=self.context.corpus.task,
-            learned_from=(tuning.freeze.cut or 0) if tuning.freeze.statistics == "batch" else None,
-            pool=solving.head.pool,
-            tokens=solving.head.token_form,
-            precision=solving.optimizer.precision,
+            learned_from=(fine_tuning.freeze.cut or 0) if fine_tuning.freeze.statistics == "batch" else None,
+            pool=head_fit.head.pool,
+            tokens=head_fit.head.token_form,
+            precision=head_fit.optimizer.precision,
             world=self.context.world,
         )
 
@@ -318,7 +323,7 @@ class Factory:
             raise UsageError(f"--cut ({cut}) must be in 0..{len(operations) - 1}: the head is never frozen")
         if settings.head.head_fit == "kernel":
             kernel = (features_of(chain, settings.head, example), centres_for(rows, settings.head.centres))
-        held_out = int(self.context.feed.held_out(HELD_OUT).sum()) * max(1, self.augment(settings).num_views)
+        held_out = self.held_out_samples * max(1, self.augment(settings).num_views)
         return Work(
             forward=sum(operations),
             parameters=sum(parameter.numel() for parameter in chain.model.parameters()),

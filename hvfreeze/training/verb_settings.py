@@ -11,7 +11,7 @@ from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.training.settings import AUTO_DEFAULTS, OptimizerConfig
 
 
-def solving(config: Config) -> Config:
+def for_head(config: Config) -> Config:
     """Return the settings for fitting the head: fixed views instead of fresh ones, no mixing, no parameter groups."""
     criterion, cut = SOLVED
     config = with_adamw(config)
@@ -24,7 +24,7 @@ def solving(config: Config) -> Config:
     )
 
 
-def tuning(config: Config) -> Config:
+def for_network(config: Config) -> Config:
     """Return the settings for fine-tuning the model with its own last layer."""
     config, cut = with_adamw(config), config.freeze.cut or 0
     freeze = "coherence" if config.freeze.has("votes") else "static" if cut else "none"
@@ -77,6 +77,12 @@ def for_round(config: Config, batch: int, *, rate: float, warmup: int) -> Config
     settings = config.optimizer
     lasting = replace(settings, batch_size=batch, lr=rate * settings.lr, lr_warmup=settings.lr_warmup or warmup)
     return replace(config, optimizer=lasting)
+
+
+def in_short(config: Config) -> str:
+    """Return the optimizer, its learning rate and the batch size for a log line."""
+    settings = config.optimizer
+    return f"{settings.optimizer}, lr {settings.lr:g}, batch size {settings.batch_size}"
 
 
 def with_flips(config: Config, found: str | None) -> Config:

@@ -40,8 +40,8 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The result of `tune`."""
+class FineTuned:
+    """The result of `fine_tune`."""
 
     steps: int
     epochs: int
@@ -67,7 +67,7 @@ class Run:
         self._thresholds: dict[str, tuple[float, ...]] = {}
         """Thresholds chosen by held-out samples for the last head, the network and its snapshots."""
 
-    def tune(
+    def fine_tune(
         self,
         settings: Config,
         *,
@@ -77,7 +77,7 @@ class Run:
         holds_out: bool = False,
         zeroes_last_layer: bool = False,
         may_fail: bool = False,
-    ) -> Tuned:
+    ) -> FineTuned:
         """Train the model with one learning-rate schedule, including votes, cache and checkpoints.
 
         Args:
@@ -94,7 +94,7 @@ class Run:
         table, deadline = self.budget.work, self.budget.deadline(work)
         each = table.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
 
-        def make(continues: bool) -> Tuned:
+        def make(continues: bool) -> FineTuned:
             if not continues:
                 job.enter(part)
                 per_epoch = job.steps_per_epoch
@@ -109,35 +109,35 @@ class Run:
                 pace = Pace(self.budget, deadline, steps_per_evaluation=evaluations)
             finite = True
             try:
-                loop.tune(job, pace=pace, is_last=not job.config.freeze.auto)
+                loop.train_part(job, pace=pace, is_last=not job.config.freeze.auto)
             except NumericsError:
                 if not may_fail:
                     raise
                 finite, job.totals = False, {}
                 job.epochs_done = job.opened.first_epoch + job.opened.epochs
-            return Tuned(job.part_step, job.part_epoch, finite)
+            return FineTuned(job.part_step, job.part_epoch, finite)
 
         if epochs and job.journal.at_last and job.journal.ended[-1].value["epochs"] < epochs:
             job.journal.reopen()
         work_done = lambda made: made.steps * each  # noqa: E731
         found = self._do("tune", fixed, make, work=work_done, part=part, pack=vars, is_last=not job.config.freeze.auto)
-        return found if isinstance(found, Tuned) else Tuned(**found)
+        return found if isinstance(found, FineTuned) else FineTuned(**found)
 
-    def solve(self, settings: Config, *, is_tuned: bool = False) -> Score:
+    def fit_head(self, settings: Config, *, is_fine_tuned: bool = False) -> Score:
         """Fit the head to the features of all samples; return its held-out score.
 
         The score is that of a head fitted without the held-out samples; the head is then fitted to all samples.
 
         Args:
             settings: head and augmentation.
-            is_tuned: whether the network was trained on the samples that are not held out.
+            is_fine_tuned: whether the network was trained on the samples that are not held out.
         """
         part = Part(settings)
 
         def make(continues: bool) -> Score:
             if not continues:
                 self.job.enter(part)
-            fit = fit_head(self.job, is_tuned=is_tuned)
+            fit = fit_opened_head(self.job, is_fine_tuned=is_fine_tuned)
             chosen = fit.chosen
             found = score_of(chosen, self.job.task) if chosen else Score(math.nan, math.nan)
             # A head that has not converged is worse than its loss suggests.
@@ -151,48 +151,50 @@ class Run:
             self._record("solve", images=fit.rows, **numbers)
             return score
 
-        arguments = {**self._named(settings), "tuned": is_tuned}
-        found = self._do("solve", arguments, make, work=lambda _: self.budget.work.solve, part=part, pack=packed)
+        arguments = {**self._named(settings), "tuned": is_fine_tuned}
+        found = self._do("solve", arguments, make, work=lambda _: self.budget.work.head_fit, part=part, pack=packed)
         score = unpacked(found)
         self._thresholds["head"] = score.thresholds
         return score
 
-    def probe(self, solving: Config, tuning: Config, *, is_tuned: bool = True) -> float:
+    def probe(self, head_fit: Config, fine_tuning: Config, *, is_fine_tuned: bool = True) -> float:
         """Return the held-out loss of a small head on the features of a subset of samples; infinite for NaN or Inf.
 
         Args:
-            solving: settings for fitting a head.
-            tuning: settings for fine-tuning, which determine the samples and the BatchNorm statistics.
-            is_tuned: whether the model is already fine-tuned.
+            head_fit: settings for fitting a head.
+            fine_tuning: settings for fine-tuning, which determine the samples and the BatchNorm statistics.
+            is_fine_tuned: whether the model is already fine-tuned.
         """
 
         def make(_: bool) -> float:
             with self.job.clock.within("optimizer"):
                 try:
-                    loss = self._judge(solving, tuning).loss(self.job.factory.context.chain, is_tuned=is_tuned)
+                    loss = self._judge(head_fit, fine_tuning).loss(
+                        self.job.factory.context.chain, is_fine_tuned=is_fine_tuned
+                    )
                 except NumericsError:
                     loss = math.inf
             self._record("probe", held_out_loss=loss)
             return loss
 
-        arguments = {**self._named(tuning), "tuned": is_tuned}
+        arguments = {**self._named(fine_tuning), "tuned": is_fine_tuned}
         return float(self._do("probe", arguments, make, work=lambda _: self.budget.work.probe, pack=float))
 
-    def fit_last_layer(self, solving: Config, tuning: Config) -> None:
+    def fit_last_layer(self, head_fit: Config, fine_tuning: Config) -> None:
         """Fit the model's own last layer to a subset of samples; a random one would degrade the blocks below it."""
 
         def make(_: bool) -> None:
             with self.job.clock.within("optimizer"):
-                self._judge(solving, tuning).fit_last_layer(self.job.factory.context.chain)
+                self._judge(head_fit, fine_tuning).fit_last_layer(self.job.factory.context.chain)
 
         self._do("fit_last_layer", {}, make, work=lambda _: self.budget.work.probe)
 
-    def held_out(self, solving: Config) -> Score:
+    def held_out(self, head_fit: Config) -> Score:
         """Return the held-out score of the model with its own last layer."""
 
         def make(_: bool) -> Score:
             with self.job.clock.within("optimizer"):
-                score = score_held_out(self.job, solving)
+                score = score_held_out(self.job, head_fit)
             found: dict[str, Any] = {f"held_out_{name}": value for name, value in score.plain().items()}
             self._record("held_out", **found)
             # A loss of NaN or Inf is the worst.
@@ -226,7 +228,7 @@ class Run:
     def finish_with(self, settings: Config | None = None) -> None:
         """Evaluate the final model: that of the last verb, or with `settings` the network with its own last layer.
 
-        The network must have its own last layer, as after `tune` or `restore`.
+        The network must have its own last layer, as after `fine_tune` or `restore`.
         """
         part = None if settings is None else Part(settings)
         self.job.thresholds = self._thresholds.get("head" if part is None else "network", ())
@@ -244,6 +246,15 @@ class Run:
 
         evaluated = self.budget.work.evaluated if self.budget.seconds is not None else 0.0
         self._do("finish", {"network": part is not None}, make, work=lambda _: evaluated, part=part, is_last=True)
+
+    def verdict(self, head: Score, network: Score | None, head_wins: bool) -> str:
+        """Return the end of a log line with a head's score: that of a network, if any, and which of them is kept."""
+        if network is None:
+            return ""
+        name, lower = self.job.task.decisive
+        is_tie = head.decides is not None and head.decides == network.decides
+        better = f"equal {name}, so the lower loss" if is_tie else f"the {'lower' if lower else 'higher'} {name}"
+        return f"; network: {network.described}; {better} decides: keeping the {'head' if head_wins else 'network'}"
 
     def say(self, text: str) -> None:
         """Log a line once: not after a recalled verb."""
@@ -292,9 +303,9 @@ class Run:
             self.job.opened = self.job.factory.open(part)
         load()
 
-    def _judge(self, solving: Config, tuning: Config) -> Probe:
+    def _judge(self, head_fit: Config, fine_tuning: Config) -> Probe:
         if self._probe is None:
-            self._probe = self.job.factory.probe(solving, tuning)
+            self._probe = self.job.factory.probe(head_fit, fine_tuning)
         return self._probe
 
     def _named(self, settings: Config) -> dict[str, Any]:
@@ -334,7 +345,7 @@ def unpacked(found: Sequence[Any]) -> Score:
     return Score(loss, accuracy, metrics=metrics, decides=decides, thresholds=tuple(thresholds))
 
 
-def fit_head(job: Job, *, is_tuned: bool) -> Solution:
+def fit_opened_head(job: Job, *, is_fine_tuned: bool) -> Solution:
     """Fit the head of the open part; leave the run if a signal asks for it. Collective."""
     sampled, others = job.feed.sampled_views()
     batches, passes = [*(sampled or ()), *others], itertools.count(1)
@@ -348,7 +359,7 @@ def fit_head(job: Job, *, is_tuned: bool) -> Solution:
         return job.asked_to_leave
 
     totals = Totals()
-    terms = FitTerms(job.feed.held_out(HELD_OUT), is_tuned, None if sampled is None else len(sampled))
+    terms = FitTerms(job.feed.held_out(HELD_OUT), is_fine_tuned, None if sampled is None else len(sampled))
     try:
         fit = job.opened.fitted.fit(batches, terms, stop=stop, count=partial(totals.add, task=job.task))
     except FeaturesError as error:
@@ -390,18 +401,18 @@ def zero_last_layer(job: Job) -> None:
             parameter.zero_()
 
 
-def score_held_out(job: Job, solving: Config) -> Score:
+def score_held_out(job: Job, head_fit: Config) -> Score:
     """Return the model's score on all ranks' held-out samples, in the views for fitting a head. Collective."""
-    held, context, totals = job.factory.held_out(solving), job.factory.context, Totals()
+    held, context, totals = job.factory.held_out(head_fit), job.factory.context, Totals()
     chain, task, kept = context.chain, context.corpus.task, list[Kept]()
     announce(held.images, held.batches)
     with in_evaluation(chain.model), torch.no_grad():
         for batch in held.batches:
             images = held.images.load(batch.ids, batch.views)
-            with in_precision(solving.optimizer.precision):
+            with in_precision(head_fit.optimizer.precision):
                 logits = chain.run(images, 0, len(chain.blocks)).float()[: batch.counted]
             labels = batch.labels[: batch.counted]
-            weights = task.weights_of(labels)
+            weights = task.weights_of(labels, batch.ids[: batch.counted])
             loss = task.loss(logits.double(), labels, weights)
             totals.add(logits, labels, loss, task=task, weight=float(weights.sum()))
             if task.is_examined:

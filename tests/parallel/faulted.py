@@ -27,7 +27,9 @@ def train(n: int, faults: str, folder: Path, *more: str, **options: Any) -> Resu
 
 
 def messages(outcome: Result | Outcome) -> list[str]:
-    return [line for line in outcome.stderr.splitlines() if line.startswith("hvfreeze: error: ")]
+    return [
+        line for line in outcome.stderr.splitlines() if line.startswith(("hvfreeze: error: ", "hvfreeze: stopped "))
+    ]
 
 
 def only_message(outcome: Result | Outcome) -> str:

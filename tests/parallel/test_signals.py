@@ -93,7 +93,8 @@ def test_a_signal_to_a_launchers_process_reaches_the_ranks_or_ends_the_job(
     opened = checkpoint.open_checkpoint(newest, size=2)
     if number != signal.SIGINT:
         # Also where the shell before mpirun could not tell which signal ended it.
-        assert f"asked to leave: stopped after step {opened.step} of 1000; continue with --resume" in said, said
+        assert f"hvfreeze: stopped after step {opened.step} of 1000" in said, said
+        assert "continue from the last checkpoint with: mpirun -np 2 --bind-to none hvfreeze train " in said, said
         assert opened.step == 1 or not early
     if launcher.startswith("launch/"):
         assert started.returncode == 75, said

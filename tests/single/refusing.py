@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.program import Outcome
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "96", "--batch-size", "16"]
-SMALL += ["--epochs", "1", "--threads", "1"]
+SMALL += ["--threads", "1", "--epochs", "1"]
 
 
 def refused(outcome: Outcome, code: int, *fragments: str) -> None:

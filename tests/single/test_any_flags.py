@@ -157,7 +157,8 @@ LEFT_OUT = {
     "data_dir": "the digits have none",
     "time_budget": "a clock decides",
     **dict.fromkeys(
-        ("image_column", "label_column", "label_delimiter", "split_column", "test_table"), "for tables of labels"
+        ("image_column", "label_column", "label_delimiter", "split_column", "test_table", "weight_column"),
+        "for tables of labels",
     ),
     "track": "a library that need not be there",
 }

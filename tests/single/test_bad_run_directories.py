@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import call, contents, spawn, without_privileges
+from hvfreeze.data.folders import class_folder_of
+from tests.program import call, contents, save_photos, spawn, without_privileges
 from tests.single.refusing import SMALL, refused
 
 
@@ -75,3 +76,40 @@ def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(
         assert secret.encode() not in (content or b""), path
         assert b"FAKE_API_KEY" not in (content or b""), path
     assert secret not in outcome.stdout + outcome.stderr
+
+
+def test_a_folder_of_images_is_no_run_directory(tmp_path: Path) -> None:
+    photos = save_photos(tmp_path / "photos")
+    before = contents(tmp_path)
+    for place in (photos, photos / "train", photos / "train" / "a"):
+        for more in ([], ["--resume"]):
+            outcome = call("auto", str(photos), "--run-dir", str(place), *more)
+            refused(outcome, 2, f"--run-dir ({place}) holds images (", "; choose another")
+    assert contents(tmp_path) == before
+    note = tmp_path / "note"
+    note.mkdir()
+    (note / "slurm.out").write_text("a job's output may be there before the run")
+    assert call("train", *SMALL, "--run-dir", str(note)).returncode == 0
+
+
+def test_a_folder_that_holds_runs_is_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text("")
+    refused(call("train", *SMALL, "--run-dir", str(tmp_path)), 2, f"({tmp_path}) holds other runs (a); choose another")
+
+
+def test_a_run_directory_does_not_become_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = save_photos(tmp_path / "photos")
+    for data, place, root in (
+        (photos, photos / "train" / "run", photos / "train"),
+        (photos / "train", photos / "train" / "runs" / "a", photos / "train"),
+        (photos / "train", None, photos / "train"),
+    ):
+        monkeypatch.chdir(photos / "train")
+        before = contents(tmp_path)
+        outcome = call("auto", str(data), *([] if place is None else ["--run-dir", str(place)]))
+        refused(outcome, 2, f"is in {root}, whose folders are the classes of the data; choose another")
+        assert contents(tmp_path) == before
+    # The classes are in photos/train and photos/test alone.
+    assert class_folder_of(photos / "runs" / "a", photos) is None
+    assert class_folder_of(tmp_path / "run", photos) is class_folder_of(tmp_path, tmp_path / "absent" / "data") is None

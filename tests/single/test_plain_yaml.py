@@ -40,5 +40,4 @@ def test_yaml_that_is_more_than_plain_values_is_refused_at_once(tmp_path: Path, 
 def test_plain_values_are_read() -> None:
     assert parse_plain_yaml(b"") is None
     assert parse_plain_yaml(b"a: {b: [1, 2.5, yes, null, text]}") == {"a": {"b": [1, 2.5, True, None, "text"]}}
-    deepest = "[" * (DEEPEST - 1) + "1" + "]" * (DEEPEST - 1)
-    assert parse_plain_yaml(deepest.encode())
+    assert parse_plain_yaml(b"[" * (DEEPEST - 1) + b"1" + b"]" * (DEEPEST - 1))

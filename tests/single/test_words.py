@@ -104,8 +104,6 @@ EXCEPTIONS = {
     ("hvfreeze/freezing/coherence.py", "the distance doubles"): "the verb",
     ("hvfreeze/integration/fit_head.py", "nobody stops it"): "a reason that no user sees",
     ("hvfreeze/integration/horovod_compat.py", "beside."): "the name of a parameter",
-    ("hvfreeze/training/verbs.py", "Args: solving:"): "the name of an argument",
-    ("hvfreeze/training/verbs.py", "tuning: settings for"): "the name of an argument",
 }
 """A page or module and words in it that are no private words there, with the reason."""
 MESSAGE_WORDS = 3

@@ -22,7 +22,7 @@ from tests.parallel.mpirun import ROOT, end_all, environment, processes_of
 TRAINING = ["--model", "shufflenet_v2_x0_5", "--train-samples", "100", "--validation-fraction", "0.2", "--threads", "1"]
 TRAINING += ["--batch-size", "4", "--epochs", "3", "--lr", "0.05", "--freeze", "percentile", "--eta-max", "inf"]
 TRAINING += ["--interval", "3", "--freeze-warmup", "3", "--quorum", "0.25", "--augment", "views:2", "--cache", "on"]
-TRAINING += ["--checkpoint-every", "4s"]
+TRAINING += ["--checkpoint-every", "4steps"]
 SIZES = (2, 2, 2, 3)
 TO_RANKS = ("KILL", "KILL", "KILL", "TERM", "SEGV", "USR1", "INT", "STOP")
 TO_LAUNCHER = ("KILL", "TERM", "INT", "USR1")

@@ -63,7 +63,7 @@ class Extra:
         with job.clock.within("data"):
             images = job.feed.images.load(batch.ids, batch.views)
         self.totals.add(self.logits, batch.labels, 2.3)
-        self.progress.step(self.steps, 1000, f"epoch 0 loss {2.3:.3f} cut {job.strategy.cut}")
+        self.progress.step(self.steps, 1000, f"{job.epoch_in_words(0)}: loss {2.3:.3f}, {job.frozen_in_words}")
         seconds, report = job.clock.read(), job.strategy.report()
         job.record.metrics(
             {

@@ -176,7 +176,7 @@ class Pipeline:
         return self.stage.segment[1], "errors", self.stage.mesh.after
 
     def _forward(self, number: int, cut: int) -> None:
-        labels, (start, stop) = self._micro_batches[number].batch.labels, self.stage.segment
+        batch, (start, stop) = self._micro_batches[number].batch, self.stage.segment
         x, at = self._input(number)
         with self.clock.within("forward"):
             x = x.requires_grad_(start > cut)
@@ -185,9 +185,9 @@ class Pipeline:
             if frozen < stop:
                 y = self.halves.part(y, frozen, stop)
         if self.is_last:
-            y = self._weighted_loss(y.float(), labels)
+            y = self._weighted_loss(y.float(), batch)
         else:
-            self._put(stop, len(labels), y, "activations", self._sequence + number)
+            self._put(stop, len(batch.labels), y, "activations", self._sequence + number)
         if frozen < stop:
             self._kept[number] = ForwardPass(x, y)
 
@@ -208,10 +208,10 @@ class Pipeline:
                 self._images = self.load(joined(siblings)).split([len(each.labels) for each in siblings])
         return self._images[place].detach(), start
 
-    def _weighted_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _weighted_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         # Lines are averaged over, but those of one replica share its batches.
-        share = len(labels) * self.stage.lines / self._total
-        loss = self.objective.loss(logits, Mixture(logits, labels)) * share
+        share = len(batch.labels) * self.stage.lines / self._total
+        loss = self.objective.loss(logits, Mixture(logits, batch.labels, batch.ids)) * share
         self._loss += loss.item()
         self._logits.append(logits.detach())
         return loss

@@ -24,7 +24,7 @@ from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
 from hvfreeze.prefix.features import Halves
-from hvfreeze.tasks import Task
+from hvfreeze.tasks import Samples, Task
 from hvfreeze.training.settings import OptimizerConfig
 
 
@@ -86,14 +86,14 @@ class LayerGroup:
             self._output = self._halves.part(x, self.plan.start, self.plan.blocks[1])
         return self._output.detach()
 
-    def estimate(self, labels: Tensor) -> Tensor:
+    def estimate(self, labels: Tensor, samples: Samples) -> Tensor:
         """Return the losses of the forwarded batch, (B,) float32: estimates, or the true ones in the last group."""
         if self.critic is None:
             logits = self._output.float()
-            self._loss = self._objective.loss(logits, Mixture(logits, labels))
-            return self._objective.each(logits.detach(), labels)
+            self._loss = self._objective.loss(logits, Mixture(logits, labels, samples))
+            return self._objective.each(logits.detach(), labels, samples)
         inner = self._output.detach().requires_grad_()
-        self._losses = self._objective.each(self.answer(inner), labels)
+        self._losses = self._objective.each(self.answer(inner), labels, samples)
         self._loss = self._losses.mean()
         # The critic's own gradients are of another loss.
         (self._error,) = torch.autograd.grad(self._loss, inner, retain_graph=True)

@@ -151,7 +151,7 @@ class LocalCritics:
             if group is self.groups[-1]:
                 line.pass_on(x, number)
                 self._finish_learning()
-            losses = group.estimate(batch.labels)
+            losses = group.estimate(batch.labels, batch.ids)
             if learns and before is None:
                 line.hand_back(losses, number)
             elif learns and before is not None:

@@ -33,7 +33,7 @@ class SharedTrunkConfig(CutConfig):
     builder = "hvfreeze.strategies.shared_trunk.build:open_shared_trunk"
     page = "shared-trunk"
     many_heads = batch_statistics = True
-    takes_any_labels = False
+    takes_any_labels = takes_weights = False
     accepts: ClassVar[Mapping[str, Accepted]] = {
         "freeze": (("none",), "the trunk is always frozen"),
         "shadow": (("none",), "the trunk is always frozen"),

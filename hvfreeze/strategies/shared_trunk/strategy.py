@@ -12,10 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hvfreeze.allocator import give_back
 from hvfreeze.cache.fingerprint import digest_tensors
@@ -27,7 +29,7 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, drop_tensors, segment_bytes, tensors_of
-from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
+from hvfreeze.optim import Update, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
@@ -86,8 +88,9 @@ class Head:
         self.chain, self._halves = chain, Halves(chain, settings.precision)
         self.optimizer = open_optimizer(chain.named_parameters(self.depth), settings, lr=task.lr)
         self._update = Update(self.optimizer, settings)
-        self._objective = Objective(smoothing=settings.label_smoothing)
-        self._weights = labels.weights(task.loss)
+        self._loss = partial(
+            functional.cross_entropy, weight=labels.weights(task.loss), label_smoothing=settings.label_smoothing
+        )
 
     def train(self, features: Tensor, labels: Tensor, clock: PhaseClock) -> tuple[float, Answers]:
         """Compute the gradients of a batch; return its mean loss and its answers, from before the update."""
@@ -97,7 +100,7 @@ class Head:
         torch.set_rng_state(self._random)
         try:
             logits = self._halves.suffix(features, self.depth).float()
-            loss = self._objective.loss(logits, Mixture(features, labels), self._weights)
+            loss: Tensor = self._loss(logits, labels)
             clock.enter("backward")
             self.optimizer.zero_grad()
             loss.backward()

@@ -155,7 +155,7 @@ class StaleRing:
             y = self._forward(part, batch, waits=stale and part < self.facts.parts - 1)
             if part == self.facts.parts - 1:
                 logits = y.float()
-                found = self.objective.loss(logits, Mixture(logits, batch.labels))
+                found = self.objective.loss(logits, Mixture(logits, batch.labels, batch.ids))
                 self.modules[part].replace_output(now, found)
                 loss = found.item()
             if stale:

@@ -329,7 +329,8 @@ class Subnets(RoundStrategy):
         self.replica.halves.be_in_mode(training=True)
         for number, batch in enumerate(batches, 1):
             clock.enter("forward")
-            seen = objective.mix(self.replica.training.of(batch), batch.labels, step=step, number=number)
+            features = self.replica.training.of(batch)
+            seen = objective.mix(features, batch.labels, batch.ids, step=step, number=number)
             inputs = self._inputs(seen.features)
             with in_precision(self.replica.halves.precision):
                 logits = self.piece.mlp(inputs).float()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvfreeze.comm.replica_sync import check_replicas
-from hvfreeze.comm.world import World
+from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.config.tree import from_dict
 from hvfreeze.inference.model import load_model
 from hvfreeze.integration import fit_classifier, fit_head
@@ -64,6 +64,31 @@ def check_a_fitted_last_layer_is_that_of_auto(world: World, folder: Path) -> Non
     with torch.no_grad():
         # Logistic regression ends within a tenth of the exact coefficients.
         compare(model.eval()(images), applied.logits(images), within=0.1)
+
+
+def check_weighted_samples_give_the_head_of_one_rank(world: World) -> None:
+    random = torch.Generator().manual_seed(2)
+    images = torch.randn(90, 3, 8, 8, generator=random)
+    columns = (images, images.mean((2, 3)).argmax(1), (torch.arange(90) % 4).float())
+    own = DataLoader(TensorDataset(*(column[world.rank :: world.size] for column in columns[:2])), batch_size=16)
+    whole = DataLoader(TensorDataset(*columns[:2]), batch_size=16)
+    heads: dict[str, list[Tensor]] = {"layer": [], "classifier": []}
+    for ranks, loader, weight in ((world, own, columns[2][world.rank :: world.size]), (SoloWorld(), whole, columns[2])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+        given: dict[str, Any] = {"sample_weight": weight, "class_weights": "balanced", "penalty": 0.1}
+        with (
+            patch.object(fit_head, "script_world", lambda _, ranks=ranks: ranks),
+            patch.object(fit_classifier, "script_world", lambda _, ranks=ranks: ranks),
+            torch.no_grad(),
+        ):
+            fitted = fit_classifier.fit_classifier(model, loader, **given)
+            heads["classifier"].append(fitted.classifier.eval()(images))
+            fit_head.fit_head(model, loader, **given)
+            heads["layer"].append(model(images))
+    assert fitted.fit.rows == int((columns[2] > 0).sum())
+    compare(*heads["classifier"], within=1e-3)
+    compare(*heads["layer"], within=0.1)
 
 
 @with_folder

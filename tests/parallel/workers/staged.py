@@ -49,7 +49,7 @@ Ask = Callable[[Job, str], bool]
 @contextmanager
 def asking(world: World, ask: Ask) -> Iterator[None]:
     """Ask on the last rank to leave, when `ask` says so, at every point where that can be heeded."""
-    fit, make_step, fit_head = FittedHead.fit, loop.train_step, verbs.fit_head
+    fit, make_step, fit_head = FittedHead.fit, loop.train_step, verbs.fit_opened_head
     jobs: list[Job] = []
     is_last = world.rank == world.size - 1
 
@@ -71,7 +71,7 @@ def asking(world: World, ask: Ask) -> Iterator[None]:
     with (
         patch.object(FittedHead, "fit", fitting),
         patch.object(loop, "train_step", step),
-        patch.object(verbs, "fit_head", noted),
+        patch.object(verbs, "fit_opened_head", noted),
     ):
         yield
 
@@ -257,7 +257,7 @@ def check_parts(runs: Runs) -> None:
 
 def check_budgets(runs: Runs) -> None:
     """Make runs that are given a time, by a clock that passes by itself."""
-    given = {"weights": weights_of(runs), "time_budget": "12s"}
+    given = {"weights": weights_of(runs), "time_budget": "12s", "epochs": None}
     made = {}
     for name in ("timed", "timed-stopped"):
         with clocked(runs.world), deciding(1.0, 0.5, 0.1):
@@ -268,8 +268,8 @@ def check_budgets(runs: Runs) -> None:
     with clocked(runs.world), deciding(0.1):
         made["resumed"] = runs("timed-stopped", resume=True, **given)
     with clocked(runs.world):
-        plain = {"freeze": "linear", "head": "last", "head_fit": "sgd", "time_budget": "4s", "lr": 0.01, "pool": None}
-        made["plain"] = runs("timed-plain", **plain)
+        plain = {"freeze": "linear", "head": "last", "head_fit": "sgd", "time_budget": "4s", "lr": 0.01}
+        made["plain"] = runs("timed-plain", **plain, epochs=None, pool=None)
     for name, run in made.items():
         part = run["time_budget"]["spent"] / run["time_budget"]["seconds"]
         # What does not pay is not done, however much time is left.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import UsageError
 from hvfreeze.strategies import data_parallel
@@ -18,6 +22,7 @@ from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
 from tests.parallel.workers.checking import let_models_be_small, with_folder
 from tests.parallel.workers.runs import SCHEDULED, configuration, interrupted, lines
+from tests.single.training.test_sample_weights import table
 
 KEPT = {"keep": "best", "early_stop": 2}
 CACHED = {"augment": "views:2", "cache": "on"}
@@ -96,6 +101,34 @@ def check_a_stopped_run_goes_on_and_mixing_is_the_same_from_a_cache(world: World
     assert len(set(digests.values())) == 3
     settings = {**SCHEDULED, "schedule": "cosine", **SETTINGS["sgd"], "cache": "off"}
     assert run(configuration(root / "uncached", world.size, **settings), world)["parameter_digest"] == digests["sgd"]
+
+
+@with_folder
+def check_a_step_is_that_of_one_process_on_the_weighted_samples_of_all_ranks(world: World, folder: Path) -> None:
+    if world.rank == 0:
+        table(folder / "images", {"rare": 4.5, "7.png": 3.0, "0.png": 0.0})
+    world.barrier(name="table")
+    data = {"data": str(folder / "images" / "labels.csv"), "model": "mlp-16", "augment": "none", "batch_size": 4}
+    still = {"momentum": 0.0, "weight_decay": 0.0, "lr": 0.05, "threads": 1, "run_dir": str(folder / "run")}
+    job = prepare(from_dict({**data, **still}), world)
+    twin, batches = copy.deepcopy(job.strategy.chain.model), job.steps_of(0)[0]
+    job.strategy.begin_epoch(batches)
+    loop.train_step(job, batches)
+    mine = batches[0].ids, job.feed.images.load(batches[0].ids, batches[0].views), batches[0].labels
+    ids, images, labels = zip(*world.allgather_object(mine, name="seen"))
+    # 17 common training images, one of which weighs 3, and 3 rare ones.
+    files = [Path(job.called(row)) for row in np.concatenate(ids)]
+    weights = [3.0 if file.name == "7.png" else 4.5 if file.parent.name == "rare" else 1.0 for file in files]
+    mean = (16 + 3 + 3 * 4.5) / 20
+    assert "0.png" not in {file.name for file in files}
+    # BatchNorm normalises each rank's batch.
+    logits = torch.cat([twin(batch) for batch in images])
+    losses = functional.cross_entropy(logits, torch.cat(labels), reduction="none")
+    (losses * torch.tensor(weights) / mean).mean().backward()
+    for (name, now), before in zip(job.strategy.chain.named_parameters(), twin.parameters(), strict=True):
+        assert before.grad is not None
+        torch.testing.assert_close(now, before - 0.05 * before.grad, msg=name)
+    job.opened.model.close()
 
 
 def setting(world: World, root: Path) -> World:

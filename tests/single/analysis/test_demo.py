@@ -85,9 +85,9 @@ def test_programs_of_this_environment_come_first_and_the_users_settings_stay(mon
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("[1,0]<stdout>:epoch   0 | cut 0\n", True),
-        ("epoch   0 | cut 0\n", True),
-        ("[1,1]<stdout>:epoch   0 | cut 0\n", False),
+        ("[1,0]<stdout>:epoch 1 of 9 | 0 of 6 blocks frozen\n", True),
+        ("epoch 1 of 9 | 0 of 6 blocks frozen\n", True),
+        ("[1,1]<stdout>:epoch 1 of 9 | 0 of 6 blocks frozen\n", False),
         ("[1,0]<stderr>:RuntimeWarning: something\n", False),
     ],
 )

@@ -30,7 +30,7 @@ INSTEAD = {
 }
 """Words of commands and their replacements, which need no network, no other data and little time."""
 TABLES = {
-    "docs/labels.md": ("image,cat,dog,bird,age,split", "{image},{even},{odd},{even},{number},{split}"),
+    "docs/labels.md": ("image,cat,dog,bird,age,trust,split", "{image},{even},{odd},{even},{number},{number},{split}"),
     "docs/strategies/shared-trunk.md": ("split,sample,species,rough", "{split},{number},{even},{odd}"),
 }
 """The header and the rows of labels.csv on a page."""

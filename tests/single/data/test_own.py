@@ -75,6 +75,22 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
     assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == PROBES
 
 
+def test_an_attribute_has_sample_weights(opened: Callable[..., DataSplits]) -> None:
+    for given in ([2, 1, 0, 1, 1, 1], torch.tensor([2.0, 1, 0, 1, 1, 1]), np.array([2, 1, 0, 1, 1, 1])):
+        found = opened(lambda split, given=given: Listed(PIXELS, [0, 1] * 3, sample_weight=given))
+        assert found.train.weights is not None and found.train.weights.tolist() == [2, 1, 0, 1, 1, 1]
+        assert found.test.weights is None and found.train.ids.tolist() == [0, 1, 3, 4, 5]
+    for bad, message in (
+        ([1, 2], r"has the shape \(2,\)"),
+        ([1, 1, -1, 1, 1, 1], r"-1.0 of sample 2 must be a number of at least 0"),
+        ([1, 1, float("inf"), 1, 1, 1], r"inf of sample 2 must be a number"),
+        (["a"] * 6, r"must be numbers"),
+        ([0] * 6, r"must not be 0 for all samples"),
+    ):
+        with pytest.raises(HvfreezeError, match=rf"--data \(data_of_mine:make\): sample_weight of .* {message}"):
+            opened(lambda split, bad=bad: Listed(PIXELS, [0, 1] * 3, sample_weight=bad))
+
+
 def test_labels_may_be_several_a_sample_or_numbers(opened: Callable[..., DataSplits]) -> None:
     several = [torch.tensor([1, 0, 1]), np.array([True, False, False]), [0, 0, 0]] * 2
     found = opened(lambda split: Listed(PIXELS, several, classes="xyz")).train

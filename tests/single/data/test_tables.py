@@ -282,9 +282,63 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "folder.csv")
 
 
-def test_a_column_of_weights_is_said_to_have_no_effect(tmp_path: Path) -> None:
-    lines = [f"{line},{'sample_weight' if line == SPLIT[0] else 2}" for line in SPLIT]
-    assert "column sample_weight has no effect" in " ".join(opened(table(tmp_path, lines)).notes)
+def weighted(*cells: str, name: str = "sample_weight") -> list[str]:
+    return [f"{line},{cell}" for line, cell in zip(SPLIT, (name, *cells), strict=True)]
+
+
+def test_a_column_has_the_weights_of_training_rows(tmp_path: Path) -> None:
+    splits = opened(table(tmp_path, weighted("2", "0.5", "1e1", "x", "")))
+    assert splits.train.weights is not None and splits.train.weights.tolist() == [2, 0.5, 10]
+    assert splits.test.weights is None
+    assert splits.notes[0].endswith("splits from split, weights from sample_weight")
+    # Weights belong to paths: sample ids are in the order of these.
+    turned = opened(table(tmp_path, [weighted("", "", "", "", "")[0], *weighted("2", "0.5", "1e1", "x", "")[:0:-1]]))
+    assert turned.train.weights is not None and turned.train.weights.tolist() == [2, 0.5, 10]
+    assert opened(tmp_path / "labels.csv", weight="none").train.weights is None
+    other = table(tmp_path, weighted("1", "2", "3", "", "", name="trust"))
+    assert opened(other).train.weights is None
+    known = opened(other, weight="trust").train
+    assert known.weights is not None and known.weights.tolist() == [1, 2, 3]
+    # The caches of the samples remain valid, checkpoints of other weights do not.
+    assert known.identity() == opened(other).train.identity()
+    found = [
+        deal(opened(other, **each), DataConfig(), seed=0, batch_size=2, replicas=1)
+        for each in ({}, {"weight": "trust"})
+    ]
+    assert found[0].identities()["train"] != found[1].identities()["train"]
+
+
+def test_rows_of_weight_0_are_left_out(tmp_path: Path) -> None:
+    splits = opened(table(tmp_path, weighted("0", "2", "1", "", "")))
+    assert len(splits.train) == 3 and splits.train.ids.tolist() == [1, 2]
+    corpus = deal(splits, DataConfig(), seed=0, batch_size=2, replicas=1)
+    assert sorted(corpus.plan.owned(0).tolist()) == [1, 2]
+    assert "1 training image has weight 0: left out" in corpus.notes
+    assert "class owl has no training image with a weight above 0" in corpus.notes
+
+
+@pytest.mark.parametrize(
+    ("cells", "columns", "message"),
+    [
+        (("1", "heavy", "1"), {}, r"line 3, column sample_weight: 'heavy' must be a weight, a number of at least 0"),
+        (("1", "1", ""), {}, r"line 4, column sample_weight: '' must be a weight"),
+        (("-1", "1", "1"), {}, r"line 2, column sample_weight: '-1' must be a weight"),
+        (("1", "nan", "1"), {}, r"line 3, column sample_weight: 'nan' must be a weight"),
+        (("1", "inf", "1"), {}, r"line 3, column sample_weight: 'inf' must be a weight"),
+        (("1", "1e99", "1"), {}, r"line 3, column sample_weight: '1e99' must be a weight"),
+        (("0", "0", "0"), {}, r"column sample_weight: all weights of training rows are 0; .* --weight-column none"),
+        (
+            ("1", "1", "1"),
+            {"weight": "trust"},
+            r"--weight-column \(trust\) is not a column of .*, which has image, label",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(
+    cells: tuple[str, ...], columns: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(HvfreezeError, match=message):
+        opened(table(tmp_path, weighted(*cells, "", "")), **columns)
 
 
 def test_rows_that_repeat_an_image_are_counted(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_may_say_it_itself() -> None:
     told = found(configured(), model="mine:make")
     assert (
         told.statistics == IMAGENET
-        and "the values of the model's configuration: --mean 0.5,0.5,0.5 --std 0.5," in told.source
+        and "the values of the model's configuration: --mean 0.5,0.5,0.5 --std 0.5," in told.advice
     )
 
 
@@ -79,11 +79,13 @@ def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
     flags = "--model mlp-16x16 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
     outcome = call("train", *flags.split(), "--run-dir", str(tmp_path / "first"))
     assert (
-        "mean 0.3053, 0.3053, 0.3053 and standard deviation 0.3759, 0.3759, 0.3759 (those of digits)" in outcome.stdout
+        "mean 0.3053, 0.3053, 0.3053 and standard deviation 0.3759, 0.3759, 0.3759 (those of digits)"
+        in (tmp_path / "first" / "log.txt").read_text()
     )
     weights = tmp_path / "first" / "model.pt"
     outcome = call("train", *flags.split(), "--weights", str(weights), "--run-dir", str(tmp_path / "second"))
-    assert f"those of the run that made {weights}" in outcome.stdout, str(outcome)
+    log = (tmp_path / "second" / "log.txt").read_text()
+    assert f"those of the run that made {weights}" in log and "normalised" not in outcome.stdout
 
 
 def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -97,5 +99,7 @@ def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.M
     flags = "--model mlp-16x16 --train-samples 32 --batch-size 16 --epochs 1 --threads 1".split()
     outcome = call("train", *flags, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0 and [each.describe() for each in looked] == [
-        line.removeprefix("note: ") for line in outcome.stdout.splitlines() if "are normalised with" in line
+        line.partition("note: ")[2]
+        for line in (tmp_path / "run" / "log.txt").read_text().splitlines()
+        if "are normalised with" in line
     ], str(outcome)

@@ -55,6 +55,25 @@ def test_numbers_labels_and_class_weights() -> None:
     hvfreeze.fit_classifier(model, batches(images, labels), class_weights="balanced")
 
 
+@torch.no_grad()
+def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not() -> None:
+    model, (images, labels) = network(), data()
+    numbers, times = images.mean((2, 3)) * 5 + 100, torch.arange(240) % 3
+    place = torch.arange(240).repeat_interleave(times)
+    answers = []
+    for rows, weight in ((torch.arange(240), times), (place, None)):
+        found = hvfreeze.fit_classifier(
+            model, batches(images[rows], numbers[rows]), task="numbers", sample_weight=weight, penalty=0.1, flips=True
+        )
+        answers.append(found.classifier.eval()(images))
+    torch.testing.assert_close(*answers, atol=0.01, rtol=0)
+    kept, found = labels > 0, []
+    for columns, weight in (((images, labels), kept.float()), ((images[kept], labels[kept]), None)):
+        fitted = hvfreeze.fit_classifier(model, batches(*columns), sample_weight=weight)
+        found.append(fitted.classifier(images))
+    assert torch.equal(*found)
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -75,6 +75,35 @@ def test_labels_and_numbers_and_class_weights() -> None:
     assert found[0] < found[1] < found[2], found
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("task", ["classes", "labels", "numbers"])
+def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(task: str) -> None:
+    inputs, classes = data()
+    labels = {"classes": classes, "labels": (inputs[:, :3] > 0.5).float(), "numbers": inputs[:, :3] ** 2}[task]
+    times = torch.arange(300) % 3
+    place = torch.arange(300).repeat_interleave(times)
+    answers = []
+    for rows, weight in ((torch.arange(300), times), (place, None)):
+        model, loader = network(), batches(inputs[rows], labels[rows])
+        hvfreeze.fit_head(model, loader, task=task, sample_weight=weight, penalty=0.01)
+        answers.append(model.eval()(inputs))
+    torch.testing.assert_close(*answers, atol=0.02, rtol=0.02)
+
+
+@torch.no_grad()
+def test_sample_weights_and_balanced_classes_make_a_product() -> None:
+    inputs, labels = data()
+    rare = ((labels == 1) & (torch.arange(300) % 3 == 0)).long()
+    times = 1 + torch.arange(300) % 2
+    place = torch.arange(300).repeat_interleave(times)
+    answers = []
+    for rows, weight in ((torch.arange(300), times), (place, None)):
+        model, loader = network(outputs=2), batches(inputs[rows], rare[rows])
+        hvfreeze.fit_head(model, loader, sample_weight=weight, class_weights="balanced", penalty=0.01)
+        answers.append(model.eval()(inputs))
+    torch.testing.assert_close(*answers, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize(
     ("model", "labels", "options", "refusal"),
     [
@@ -87,6 +116,15 @@ def test_labels_and_numbers_and_class_weights() -> None:
         (nn.Linear(6, 3), None, {"task": "boxes"}, "task \\(boxes\\) must be one of classes, labels, numbers"),
         (nn.Linear(6, 3), None, {"class_weights": [1.0, 2.0]}, "must be 3 numbers above 0"),
         (nn.Linear(6, 3), None, {"class_weights": "auto"}, "must be balanced"),
+        (nn.Linear(6, 3), None, {"sample_weight": [1.0, 2.0]}, "must have a number for each of the 300 samples"),
+        (
+            nn.Linear(6, 3),
+            None,
+            {"sample_weight": [-1.0] * 300},
+            r"\(-1.0, of sample 0\) must be a number of at least 0",
+        ),
+        (nn.Linear(6, 3), None, {"sample_weight": [float("nan")] * 300}, r"\(nan, of sample 0\) must be a number"),
+        (nn.Linear(6, 3), None, {"sample_weight": [0.0] * 300}, "there are no samples to fit"),
         (nn.Linear(6, 3), None, {"penalty": 0.0}, "must be above 0"),
     ],
 )

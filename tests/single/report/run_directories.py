@@ -39,7 +39,8 @@ def write_run(
 ) -> Path:
     """Write a run of one epoch per accuracy, whose phases took 1/`speed` of those of the slowest run."""
     directory.mkdir(parents=True)
-    flags.setdefault("epochs", len(accuracies))
+    if "time_budget" not in flags:
+        flags.setdefault("epochs", len(accuracies))
     (directory / "config.yaml").write_text(yaml.safe_dump(to_dict(from_dict(flags)), sort_keys=False))
     hosts = {"size": size, "hosts": ["node0"] * size, "processor": "Some CPU", "cores": 2, "threads": 1}
     versions = {"versions": {"torch": "2.13.0", "horovod": "0.28.1", "hvfreeze": None}}

@@ -68,15 +68,15 @@ def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, obj
     assert compare(groups[1], groups) is None
 
 
-@pytest.mark.parametrize("flags", [{"time_budget": "20s"}, {"early_stop": 2, "validation_fraction": 0.1}])
+@pytest.mark.parametrize("flags", [{"time_budget": "20s"}, {"early_stop": 2, "validation_fraction": 0.1, "epochs": 9}])
 def test_runs_that_end_by_themselves_after_other_steps_are_not_compared(
     tmp_path: Path, flags: dict[str, object]
 ) -> None:
     """Both take all of a time budget, however fast their steps are."""
     runs = [
-        write_run(tmp_path / "full", accuracies=[0.1], epochs=9, **flags),
-        write_run(tmp_path / "more", accuracies=[0.1, 0.2], epochs=9, speed=2, freeze="linear", **flags),
-        write_run(tmp_path / "as-many", accuracies=[0.1], epochs=9, speed=2, freeze="geometric", **flags),
+        write_run(tmp_path / "full", accuracies=[0.1], **flags),
+        write_run(tmp_path / "more", accuracies=[0.1, 0.2], speed=2, freeze="linear", **flags),
+        write_run(tmp_path / "as-many", accuracies=[0.1], speed=2, freeze="geometric", **flags),
     ]
     groups = group_by_seed(load_runs(runs))
     compared = [compare(group, groups) for group in groups]

@@ -51,7 +51,7 @@ def table(text: str) -> list[list[str]]:
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     for place, said in (
         (tmp_path, "contains no run directory"),
-        (tmp_path / "nowhere", "cannot be read: No such file"),
+        (tmp_path / "nowhere", "cannot be read: No such file or directory; name a folder of runs, such as runs/"),
     ):
         outcome = call("runs", str(place))
         assert outcome.returncode == 3 and said in outcome.messages[0], str(outcome)

@@ -87,6 +87,11 @@ NO_NUMBER = {"epoch": 0, "step": "x", "cut": 0, "test_accuracy": 1, "train_secon
 NO_NUMBER |= {"images_per_second": 1, "allreduce_bytes": 0}
 
 
+def test_a_folder_without_any_file_of_a_run_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"is not a run directory: it has no config.yaml; name the --run-dir of"):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -185,11 +185,11 @@ def test_an_unfinished_run_is_shown_as_such_and_not_compared(tmp_path: Path) -> 
     assert (row["Speed-up"], row["Time saved"]) == ("", "")
 
 
-@pytest.mark.parametrize("flags", [{"freeze": "auto"}, {"time_budget": "5m"}])
+@pytest.mark.parametrize("flags", [{"freeze": "auto", "epochs": 6}, {"time_budget": "5m"}])
 def test_of_an_unfinished_run_that_plans_as_it_goes_only_what_is_done_is_told(
     tmp_path: Path, flags: dict[str, str]
 ) -> None:
-    runs = load_runs([write_run(tmp_path / "auto", accuracies=[0.1] * 8, epochs=6, finished=False, **flags)])
+    runs = load_runs([write_run(tmp_path / "auto", accuracies=[0.1] * 8, finished=False, **flags)])
     assert summary_table(group_by_seed(runs)).rows[0][0] == "auto (not finished: 8 epochs)"
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, Corpus, deal
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.optim import Mixture, Objective
 from hvfreeze.strategies.shared_trunk.features import Keys, worth_filling
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task, read_files, read_labels, tasks_of
 from tests.program import save_photos
@@ -243,8 +243,7 @@ def test_in_a_balanced_loss_all_classes_count_the_same() -> None:
     assert weights is not None and (weights * torch.tensor([3.0, 1.0])).tolist() == [2.0, 2.0]
     assert labels.weights("cross-entropy") is None
     logits = torch.zeros(4, 2, requires_grad=True)
-    seen = Mixture(torch.empty(0), labels.train[:4])
-    Objective().loss(logits, seen, weights).backward()  # type: ignore[no-untyped-call]
+    functional.cross_entropy(logits, labels.train[:4], weight=weights).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None and logits.grad.sum(0).abs().max() < 1e-7
 
 

@@ -60,8 +60,8 @@ def test_the_table_counts_frozen_blocks_updates_and_pairs_of_rows() -> None:
     assert Work(forward=1e9, frozen=0.5).step(8) == 8 * 2.5
     assert Work(forward=1e9, parameters=10**6).step(8) == 8 * 4 + 1.0
     linear, few, many = (Work(forward=1e9, rows=100.0, kernel=kernel) for kernel in (None, (500, 100), (500, 500_000)))
-    assert 100 < few.solve < linear.solve < many.solve
-    assert Work(forward=1e9, rows=100.0, looks=2).solve == pytest.approx(linear.solve + 100)
+    assert 100 < few.head_fit < linear.head_fit < many.head_fit
+    assert Work(forward=1e9, rows=100.0, looks=2).head_fit == pytest.approx(linear.head_fit + 100)
 
 
 def test_steps_end_at_the_deadline_whatever_they_turn_out_to_take(clock: Any) -> None:

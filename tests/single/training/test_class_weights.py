@@ -48,15 +48,17 @@ def test_a_loss_is_the_mean_of_weighted_ones_also_of_parts_and_of_pairs() -> Non
     each = functional.cross_entropy(LOGITS, LABELS, reduction="none", label_smoothing=0.1) * weights
     task = Classes(3, weights=class_weights(torch.bincount(LABELS), "balanced"))
     objective = Objective(task=task, smoothing=0.1)
-    whole = objective.loss(LOGITS, Mixture(LOGITS, LABELS))
+    samples = torch.arange(16)
+    whole = objective.loss(LOGITS, Mixture(LOGITS, LABELS, samples))
     torch.testing.assert_close(whole, each.mean())
-    torch.testing.assert_close(objective.each(LOGITS, LABELS), each)
+    torch.testing.assert_close(objective.each(LOGITS, LABELS, samples), each)
     # Micro-batches, ranks and accumulated batches add up to it.
-    halves = [objective.loss(LOGITS[part::2], Mixture(LOGITS, LABELS[part::2])) for part in (0, 1)]
+    parts = [(each[::2], each[1::2]) for each in (LOGITS, LABELS, samples)]
+    halves = [objective.loss(logits, Mixture(logits, labels, ids)) for logits, labels, ids in zip(*parts)]
     torch.testing.assert_close(sum(halves) / 2, whole)
-    others = LABELS.flip(0)
-    mixed = objective.loss(LOGITS, Mixture(LOGITS, LABELS, others, 0.75))
-    theirs = functional.cross_entropy(LOGITS, others, reduction="none", label_smoothing=0.1) * weights.flip(0)
+    partners = samples.flip(0)
+    mixed = objective.loss(LOGITS, Mixture(LOGITS, LABELS, samples, partners, 0.75))
+    theirs = functional.cross_entropy(LOGITS, LABELS[partners], reduction="none", label_smoothing=0.1) * weights.flip(0)
     torch.testing.assert_close(mixed, 0.75 * each.mean() + 0.25 * theirs.mean())
 
 
@@ -74,7 +76,8 @@ def test_the_last_fifth_of_the_steps_weights_classes(tmp_path: Path) -> None:
     assert len(counted) >= 5 and counted == [False] * (len(counted) * 4 // 5) + [True] * -(-len(counted) // 5)
     task = Classes(3, weights=class_weights(torch.bincount(LABELS), "balanced"))
     task.reweighting.is_on = False
-    torch.testing.assert_close(task.training_loss(LOGITS, LABELS), functional.cross_entropy(LOGITS, LABELS))
+    found = task.training_loss(LOGITS, LABELS, torch.arange(16))
+    torch.testing.assert_close(found, functional.cross_entropy(LOGITS, LABELS))
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,10 @@ def test_a_class_that_there_is_not_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_images(tmp_path / "images", rare=4)
     outcome = call("auto", str(folder), *FLAGS.split(), "--class-weights", "rair=3", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 2 and "did you mean 'rare'" in outcome.stderr, str(outcome)
+
+
+def test_an_unknown_class_is_refused_with_the_classes_that_there_are(tmp_path: Path) -> None:
+    flags = [*FLAGS.split()[2:], "--class-weights", "cat=2", "--run-dir", str(tmp_path / "run")]
+    outcome = call("train", "--data", "digits", *flags)
+    wanted = "--class-weights (cat) must be one of the 10 classes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert outcome.returncode == 2 and wanted in outcome.stderr, str(outcome)

@@ -51,6 +51,8 @@ def test_the_better_one_by_the_metric_ends_the_run_though_its_loss_is_higher(
     quality: float, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Told, "held_out", lambda told, _: Score(told.scores.pop(), 0.8, decides=0.8))
-    monkeypatch.setattr(Told, "solve", lambda *_, is_tuned: Score(9.0, 0.1, decides=quality))
-    assert decided(FAR, (0.05,), monkeypatch=monkeypatch)[-1] == ("finish", ends)
+    monkeypatch.setattr(Told, "fit_head", lambda *_, is_fine_tuned: Score(9.0, 0.1, decides=quality))
+    said: list[str] = []
+    assert decided(FAR, (0.05,), said=said, monkeypatch=monkeypatch)[-1] == ("finish", ends)
+    assert ("so the lower loss decides" in said[-1]) == (quality == 0.8)
     assert Best(0, 1, 0.5, 1.0, "", decides=0.5).below(Score(2.0, 0.1, decides=0.6))

@@ -48,7 +48,10 @@ def test_a_run_is_private_and_logs_what_it_said(finished: Path) -> None:
     assert {mode for name, mode in modes.items() if Path(name).suffix or name == ".lock"} == {0o600}, modes
     assert modes["run"] == modes["checkpoints"] == 0o700, modes
     log = (finished / "log.txt").read_text()
-    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d model: mlp-16x16 \(", log) and "epoch   0 | cut 0" in log
+    assert (
+        re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d model: mlp-16x16 \(", log)
+        and "epoch 1 of 1 | 0 of 3 blocks frozen | " in log
+    )
 
 
 @pytest.mark.parametrize("sharing", [[], ["--cache-shared"]])
@@ -79,7 +82,7 @@ def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path,
     assert digest(run_dir) == digest(tmp_path / "straight")
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["epochs"] == 2
-    assert "epoch   1 | cut 0" in (tmp_path / "straight" / "log.txt").read_text()
+    assert "epoch 2 of 2 | 0 of 3 blocks frozen | " in (tmp_path / "straight" / "log.txt").read_text()
 
 
 def test_other_threads_are_refused_unless_inexactness_is_accepted(run_dir: Path) -> None:
@@ -164,7 +167,7 @@ def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) 
             said = "hvfreeze: error: standard output cannot be written: No space left on device\n"
             assert ended.stderr.endswith(said) or code == 0, ended.stderr
             assert "Traceback" not in ended.stderr and "ignored" not in ended.stderr
-            assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
+            assert (folder / "summary.json").exists() and "epoch 1 of 1" in (folder / "log.txt").read_text()
 
 
 def test_a_process_that_is_started_without_standard_streams_ends_as_others_do(tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_a_process_that_is_started_without_standard_streams_ends_as_others_do(tm
         command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "hvfreeze", *words]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-    assert (folder / "summary.json").exists() and "epoch   0" in (folder / "log.txt").read_text()
+    assert (folder / "summary.json").exists() and "epoch 1 of 1" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -202,24 +205,28 @@ def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypat
     assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
 
 
-def test_who_interrupts_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "begins"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")]
+)
+def test_who_stops_a_run_is_told_how_it_goes_on(number: signal.Signals, code: int, begins: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2s", "--run-dir", str(folder)]
+    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2steps", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "hvfreeze", "train", *flags]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
     while not list(folder.glob("checkpoints/step-*.pt")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    job.send_signal(signal.SIGINT)
+    job.send_signal(number)
     _, said = job.communicate(timeout=60)
-    assert job.returncode == 130, said
+    assert job.returncode == code, said
     assert "Traceback" not in said
     told = said.splitlines()[-1]
+    by = "" if number == signal.SIGINT else " by SIGTERM"
     assert re.match(
-        r"hvfreeze: interrupted after step \d+ of 200000; continue from the last checkpoint with: hvfreeze ", told
+        rf"hvfreeze: {begins} after step \d+ of 200000{by}; continue from the last checkpoint with: hvfreeze ", told
     )
     assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
-    assert "interrupted after step" in (folder / "log.txt").read_text()
+    assert f"{begins} after step" in (folder / "log.txt").read_text()
 
 
 OWN_MODEL = """

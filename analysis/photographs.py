@@ -230,9 +230,9 @@ class Finished:
     """A command that has ended."""
 
     seconds: float
-    """Of the whole command."""
+    """Seconds of the whole command."""
     ranks: list[Line]
-    """What each rank used, see `analysis.parts.measured_rank`."""
+    """Resources of each rank, see `analysis.parts.measured_rank`."""
     run_dir: Path
     output: str = ""
     of_ranks: dict[str, list[float]] = field(init=False)

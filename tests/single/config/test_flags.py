@@ -94,7 +94,7 @@ def test_help_shows_the_flags_of_the_choices_on_the_line_which_are_those_it_acce
             from_dict({name: value, **{leaf: entry for leaf, entry in given.items() if entry is not None}})
         except UsageError as refusal:
             message = str(refusal)
-        unknown = message.startswith(f"{flag_of(name)} is unknown")
+        unknown = message.startswith(f"{flag_of(name)} needs ")
         # One that is given together with another one.
         assert unknown != (flag_of(name) in shown) or name in ("mean", "std"), (name, message)
 

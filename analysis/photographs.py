@@ -230,9 +230,9 @@ class Finished:
     """A command that has ended."""
 
     seconds: float
-    """Of the whole command."""
+    """Seconds of the whole command."""
     ranks: list[Line]
-    """What each rank used, see `analysis.parts.measured_rank`."""
+    """Resources of each rank, see `analysis.parts.measured_rank`."""
     run_dir: Path
     output: str = ""
     of_ranks: dict[str, list[float]] = field(init=False)
@@ -374,11 +374,12 @@ def measure_large(run: Planned, site: Site) -> dict[str, Any]:
 
 
 def measure_operators(run: Planned, site: Site) -> dict[str, Any]:
-    """Return what a training step's processor time goes into."""
+    """Return the share of each kind of operator in a training step, and the processor seconds of steps."""
     words = (MODELS[run.name][1], site.scale.side, site.scale.batch)
     with tempfile.TemporaryDirectory() as folder:
         done = perform("analysis.parts.step_operators", *words, folder=folder, ranks=1, run_dir=False)
-    return {"operators": json.loads(done.output.splitlines()[-1])}
+    found: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    return found
 
 
 MEASURES: Mapping[str, Callable[[Planned, Site], dict[str, Any]]] = {
@@ -471,14 +472,13 @@ def phase_table(lines: Sequence[Line]) -> str:
 
 
 def operator_table(lines: Sequence[Line]) -> str:
-    """Return a row for each kind of operator, with its share of each network's step."""
-    each = {line["name"]: {row["kind"]: row for row in line["operators"]} for line in lines_of(lines, "operators")}
-    kinds = dict.fromkeys(kind for rows in each.values() for kind in rows)
-
-    def cell(rows: Mapping[str, Line], kind: str) -> str:
-        return f"{rows[kind]['ms']:.0f} ms ({percent(rows[kind]['share'], 0)})" if kind in rows else "-"
-
-    rows = [(kind, *(cell(found, kind) for found in each.values())) for kind in kinds]
+    """Return a row for each kind of operator, with its share of each network's step, and the steps' seconds."""
+    mine = lines_of(lines, "operators")
+    each = {line["name"]: {row["kind"]: row["share"] for row in line["operators"]} for line in mine}
+    kinds = dict.fromkeys(kind for found in each.values() for kind in found)
+    rows = [(kind, *(percent(found.get(kind, 0.0)) for found in each.values())) for kind in kinds]
+    for form in mine[0]["seconds"] if mine else ():
+        rows.append((f"a step, {form}", *(seconds(statistics.median(line["seconds"][form])) for line in mine)))
     return Table(columns=("operators", *each), rows=tuple(rows)).to_text()
 
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def decode_whole() -> None:
-    """Let no JPEG file be large enough to be decoded at a reduced scale."""
+    """Decode every JPEG file at its full size."""
     from hvfreeze.data import reading
 
     reading.WHOLE_SIDE = sys.maxsize

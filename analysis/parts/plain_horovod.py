@@ -20,7 +20,7 @@ PROGRAM = "Horovod's DistributedOptimizer"
 
 
 class Bare(nn.Module):
-    """A model without an exchange of its own."""
+    """A model whose gradients the optimizer exchanges."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

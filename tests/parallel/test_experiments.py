@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from analysis import photographs
 from analysis.experiments import EVERY
 from analysis.sweeps.kept import KeptRuns
 from analysis.sweeps.launching import Site
@@ -81,6 +82,20 @@ def test_an_experiment_trains_and_writes_its_results_up(name: str, folder: Path)
     CHECKS.get(name, lambda rows: None)({row["run"]: row for row in results.rows})
     left = [path.name for path in (folder / "work" / name).iterdir() if not path.name.endswith(".log")]
     assert left == [], "checkpoints or weights are left"
+
+
+def test_photographs_are_measured_in_every_part(folder: Path) -> None:
+    out, work = folder / "photographs", folder / "work" / "photographs"
+    command = [sys.executable, "-m", "analysis.photographs", "--preset", "smoke"]
+    command += ["--out", str(out), "--work", str(work)]
+    ended = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = photographs.kept(out / photographs.MEASURED)
+    assert len(lines) == len(photographs.planned(photographs.PRESETS["smoke"]))
+    phases = [line["phases"] for line in lines if line["part"] == "command"]
+    assert phases and all(value >= 0 for found in phases for value in found.values()), phases
+    words = photographs.words(out.parent)
+    assert words["measured"] == set(photographs.MEASURES) and "DDP" in words["step_table"]
 
 
 def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on(folder: Path) -> None:

@@ -31,7 +31,7 @@ def made_lines() -> list[dict[str, Any]]:
         "allocator": {"steps": 30},
         "command": {"phases": phases, "predict_start": 3.0, "predict_seconds": 12.0},
         "large": {"steps": [3.0, 3.1, 2.9]},
-        "operators": {"operators": [{"kind": "BatchNorm", "ms": 10.0, "share": 0.25}]},
+        "operators": {"operators": [{"kind": "BatchNorm", "share": 0.25}], "seconds": {"contiguous": [1.0, 3.0, 2.0]}},
     }
     return [
         {**asdict(run), "seconds": (40.0 if run.way == BEFORE else 30.0) + run.number, **used, **own.get(run.part, {})}
@@ -136,7 +136,7 @@ def test_the_page_has_what_is_measured(tmp_path: Path) -> None:
     found = list(claims(text))
     assert len(found) == 3 + 2 + 1 + 2
     assert all("n = " in answer and len(answer.split()) <= MOST_WORDS for _, _, answer in found)
-    assert "0.76x (0.75 to 0.77, n = 5)" in text and "| BatchNorm |" in text
+    assert "0.76x (0.75 to 0.77, n = 5)" in text and "a step, contiguous" in text
     (figure,) = photographs.PAGE.drawings(tmp_path).values()
     assert_readable(figure, "command")
     (folder / "measured.jsonl").write_text(json.dumps(made_lines()[-1]) + "\n")
@@ -156,9 +156,9 @@ def test_operators_are_told_apart_by_their_shapes() -> None:
         )
     ]
     assert kinds == [
-        "depthwise convolution",
+        "depthwise 3x3",
         "dense convolution",
-        "depthwise convolution backward",
+        "depthwise 5x5 backward",
         "BatchNorm backward",
         "activation",
         "others",

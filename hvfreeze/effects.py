@@ -72,6 +72,8 @@ class Plan:
     """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not always frozen has BatchNorm."""
+    obstacle: str = ""
+    """Why hvfreeze auto cannot fine-tune the network; empty if it can."""
     gives_tokens: bool = False
     """Whether a block gives tokens; looked for where --tokens was given."""
 
@@ -86,6 +88,8 @@ class Plan:
         config = self.config
         if not config.freeze.auto:
             return "the head is fitted and there are no training steps"
+        if self.obstacle:
+            return self.obstacle
         timed = config.run.budget_seconds() is not None
         limit = "--time-budget leaves time" if timed else f"--epochs ({config.optimizer.epochs}) leaves room"
         return f"{limit} only for fitting the head"

@@ -37,9 +37,13 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_head_that_is_fitted_to_random_features_is_noted(tmp_path: Path) -> None:
-    outcome = call("auto", *SMALL, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    outcome = call("auto", *SMALL, "--run-dir", str(tmp_path / "run"))
     note = "note: no --weights: fitting a head to a network with random weights; --weights FILE starts from"
     assert outcome.returncode == 0 and note in outcome.stdout, str(outcome)
+    why = "mlp-16x16 does not end in a linear layer with a bias"
+    assert f"note: no fine-tuning: {why}" in outcome.stdout
+    given = call("auto", *SMALL, "--epochs", "30", "--run-dir", str(tmp_path / "given")).stdout
+    assert f"note: --epochs (30) has limited effect: {why}" in given and "note: no fine-tuning" not in given
 
 
 def test_a_budget_of_time_makes_the_number_of_steps_an_estimate(

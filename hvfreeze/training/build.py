@@ -699,7 +699,7 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
             known = did_you_mean(name, corpus.train.classes)
             wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
             rule(meant_by(name) in places, "class-weights", name, wanted)
-    each = None if task.sample_weights is None else task.sample_weights[ids]
+    each = None if task.sample_weights is None else task.sample_weights[ids].double()
     counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))

@@ -27,6 +27,7 @@ from analysis import (
     network,
     own_scripts,
     peers,
+    photographs,
     pixels64,
     static_sweep,
     strategies,
@@ -60,7 +61,7 @@ PAGES = {
     page.name: page
     for page in (
         *(experiment.page for experiment in EVERY),
-        *(module.PAGE for module in (votes, growth, clock, network, exchange)),
+        *(module.PAGE for module in (votes, growth, clock, network, exchange, photographs)),
     )
 }
 """All pages of results that are made of what is kept, by name."""

@@ -27,6 +27,7 @@ from analysis import (
     network,
     own_scripts,
     peers,
+    photographs,
     pixels64,
     script_heads,
     static_sweep,
@@ -62,7 +63,7 @@ PAGES = {
     page.name: page
     for page in (
         *(experiment.page for experiment in EVERY),
-        *(module.PAGE for module in (votes, growth, clock, network, exchange)),
+        *(module.PAGE for module in (votes, growth, clock, network, exchange, photographs)),
     )
 }
 """All pages of results that are made of what is kept, by name."""

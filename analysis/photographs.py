@@ -526,7 +526,13 @@ def words(root: Path) -> Words:
     def step(name: str, way: str) -> float:
         return statistics.fmean(each for line in lines_of(lines, "large", name, way) for each in line["steps"])
 
+    def backward(name: str, kind: str) -> float:
+        (line,) = lines_of(lines, "operators", name)
+        share = {row["kind"]: row["share"] for row in line["operators"]}
+        return float(share[f"{kind} backward"] / share[kind])
+
     return {
+        "backward": backward,
         "measured": measured,
         "names": {part: dict.fromkeys(line["name"] for line in lines_of(lines, part)) for part in measured},
         "change": change,

@@ -27,11 +27,14 @@ def made_lines() -> list[dict[str, Any]]:
     """A line for each run of the preset."""
     used = {"kernel_seconds": [1.0, 2.0], "peak_bytes": [10**9, 2 * 10**9], "commit": "abc", "machine": "one"}
     phases = {"launch": 1.0, "start": 2.0, "headers": 0.5, "decoding": 9.0, "fine-tuning": 30.0, "evaluation": 3.0}
+    kinds = {"BatchNorm": 0.2, "depthwise 5x5": 0.1, "depthwise 5x5 backward": 0.4}
+    kinds |= {"depthwise 3x3": 0.1, "depthwise 3x3 backward": 0.2}
+    shares = [{"kind": kind, "share": share} for kind, share in kinds.items()]
     own: dict[str, dict[str, Any]] = {
         "allocator": {"steps": 30},
         "command": {"phases": phases, "predict_start": 3.0, "predict_seconds": 12.0},
         "large": {"steps": [3.0, 3.1, 2.9]},
-        "operators": {"operators": [{"kind": "BatchNorm", "share": 0.25}], "seconds": {"contiguous": [1.0, 3.0, 2.0]}},
+        "operators": {"operators": shares, "seconds": {"contiguous": [1.0, 3.0, 2.0]}},
     }
     return [
         {**asdict(run), "seconds": (40.0 if run.way == BEFORE else 30.0) + run.number, **used, **own.get(run.part, {})}
@@ -137,6 +140,7 @@ def test_the_page_has_what_is_measured(tmp_path: Path) -> None:
     assert len(found) == 3 + 2 + 1 + 2
     assert all("n = " in answer and len(answer.split()) <= MOST_WORDS for _, _, answer in found)
     assert "0.76x (0.75 to 0.77, n = 5)" in text and "a step, contiguous" in text
+    assert "takes 4.00x the forward pass's time with 5x5 kernels, 2.00x with 3x3" in text
     (figure,) = photographs.PAGE.drawings(tmp_path).values()
     assert_readable(figure, "command")
     (folder / "measured.jsonl").write_text(json.dumps(made_lines()[-1]) + "\n")

@@ -466,7 +466,8 @@ class Numbers(Task):
 
     def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
         """Return the task and all labels, standardized by the mean and deviation of the rows `chosen`."""
-        known = self.measured(labels[chosen], torch.ones(len(chosen)))
+        rows = labels[chosen]
+        known = self.measured(rows, torch.ones(len(rows)))
         task = replace(self, offset=known.mean, unit=known.deviation)
         return task, task.from_units(labels)
 

@@ -207,7 +207,7 @@ class DataConfig(Section):
         None,
         "NAME",
         "the column with the weight of each training image in the loss, 0 leaves it out; none: equal weights; default: "
-        "weight, sample_weight and the like",
+        "sample_weight",
         of=COLUMNS,
     )
     test_table: Table | None = setting(None, "FILE", "a table with the test samples, with the same columns", of=TABLE)

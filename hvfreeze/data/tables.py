@@ -42,7 +42,7 @@ IMAGE = (
 )
 LABEL = ("label", "labels", "class", "class name", "class id", "category", "target", "y")
 SPLIT = ("split", "subset", "set", "partition")
-WEIGHT = ("weight", "weights", "sample weight")
+WEIGHT = ("sample weight",)
 """Usual names of the columns, in lower case and with spaces."""
 NONE = "none"
 """Value of --split-column and --weight-column for a table without one."""
@@ -275,7 +275,10 @@ def column_for(table: Table, what: str, named: str | None, names: Sequence[str])
 
 
 def weight_column(table: Table, chosen: Chosen, columns: Columns) -> str | None:
-    """Return the column with sample weights: the named one, else one with a usual name; None if there is none."""
+    """Return the column with sample weights: the named one, else `sample_weight`; None if there is none.
+
+    A column `weight` may have kilograms.
+    """
     if columns.weight == NONE:
         return None
     others = (chosen.image, chosen.split, *chosen.labels)

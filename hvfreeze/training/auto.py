@@ -180,8 +180,8 @@ def plan_run(run: Run) -> Plan:
     full_batch = batch_for(lambda size: default("epochs") * samples / size)
     epoch = samples / full_batch * replace(costs, frozen=0.0).step(full_batch)
     # Few samples have few steps in all: a trial of more than an epoch comes on top, or little would be left for rounds.
-    on_top = trial_work if trial_steps * trial_batch > samples and settings.optimizer.epochs > 1 else 0.0
-    run.budget.limit = settings.optimizer.epochs * epoch + on_top
+    is_extra = pretrained and not many and trial_steps * trial_batch > samples and settings.optimizer.epochs > 1
+    run.budget.limit = settings.optimizer.epochs * epoch + is_extra * trial_work
     least = 2 * costs.probe + epoch if many or not pretrained else trial_work + 0.5 * epoch
     first_batch = settings_for(FIRST_ROUND_EPOCHS * epoch).optimizer.batch_size
     return Plan(

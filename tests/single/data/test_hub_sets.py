@@ -100,17 +100,17 @@ def test_other_labels_are_read_as_those_of_a_table(tmp_path: Path) -> None:
 
 
 def test_a_column_has_the_weights_of_training_samples(tmp_path: Path) -> None:
-    data = split([0, 1, 0], Classes, weight=["2", "0", "0.5"])
+    data = split([0, 1, 0], Classes, sample_weight=["2", "0", "0.5"])
     splits = opened(saved(tmp_path / "a", train=data, test=split([0, 1], Classes, start=3)))
     assert splits.train.weights is not None and splits.train.weights.tolist() == [2, 0, 0.5]
     assert splits.test.weights is None and splits.train.ids.tolist() == [0, 2]
-    assert "weights from weight" in splits.notes[0]
+    assert "weights from sample_weight" in splits.notes[0]
     whole = split([0, 1] * 12, Classes, trust=[str(row) for row in range(24)])
     held = opened(saved(tmp_path / "b", train=whole), weight="trust").train
     assert held.weights is not None and len(held.weights) == 22
     assert all(held.decode(row)[0, 0, 0] == 10 * weight % 256 for row, weight in enumerate(held.weights.tolist()))
-    name = saved(tmp_path / "c", train=split([0, 1], Classes, weight=["1", "-1"]), test=split([0], Classes))
-    with pytest.raises(RefusedError, match=r"train, row 2, column weight: '-1' must be a weight"):
+    name = saved(tmp_path / "c", train=split([0, 1], Classes, sample_weight=["1", "-1"]), test=split([0], Classes))
+    with pytest.raises(RefusedError, match=r"train, row 2, column sample_weight: '-1' must be a weight"):
         opened(name)
     assert opened(name, weight="none").train.weights is None
     with pytest.raises(UsageError, match=r"--weight-column \(trust\) is not a column of .* train, which has picture"):

@@ -308,17 +308,14 @@ def test_a_column_has_the_weights_of_training_rows(tmp_path: Path) -> None:
     assert found[0].identities()["train"] != found[1].identities()["train"]
 
 
-def test_a_column_of_labels_has_no_weights_and_two_columns_of_weights_are_refused(tmp_path: Path) -> None:
+def test_a_column_of_other_weights_is_no_weight_of_samples(tmp_path: Path) -> None:
+    """It may have kilograms."""
     path = table(tmp_path, weighted("1.5", "2", "3", "4", "5", name="weight"))
-    assert opened(path, label="weight").train.weights is None
-    path.write_text(
-        "\n".join(f"{line},{cell}" for line, cell in zip(path.read_text().splitlines(), ["weights", *"11111"]))
-    )
-    with pytest.raises(
-        UsageError, match="several columns for the weight: weight, weights; name the column with --weight-c"
-    ):
-        opened(path)
-    assert opened(path, weight="none").train.weights is None
+    assert opened(path).train.weights is None
+    found = opened(path, weight="weight").train.weights
+    assert found is not None and found.tolist() == [1.5, 2, 3]
+    path = table(tmp_path, weighted("1.5", "2", "3", "4", "5"))
+    assert opened(path, label="sample_weight").train.weights is None
 
 
 def test_rows_of_weight_0_are_left_out(tmp_path: Path) -> None:

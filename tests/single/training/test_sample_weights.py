@@ -66,7 +66,7 @@ def table(folder: Path, weights: dict[str, float], name: str = "labels.csv", *, 
     """Save a table of noise, 18 common and 4 rare training images, with weights by class or file, 1 for others."""
     if not (folder / "train").exists():
         save_images(folder, rare=4)
-    lines = ["image,label,split,weight"]
+    lines = ["image,label,split,sample_weight"]
     for image in sorted(folder.rglob("*.png")):
         split, kind, file = image.relative_to(folder).parts
         weight = weights.get(file, weights.get(kind, 1.0)) if split == "train" else 1.0

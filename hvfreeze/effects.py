@@ -16,6 +16,7 @@ from hvfreeze.freezing.settings import GAINS, NORMS, SEEN, VOTED
 from hvfreeze.heads.settings import TRAINED
 from hvfreeze.prefix.settings import CACHED
 from hvfreeze.section import Alternative
+from hvfreeze.training.settings import UNWEIGHTED
 from hvfreeze.wording import plural
 
 
@@ -71,6 +72,8 @@ class Plan:
     """Whether any image may have transparent parts."""
     normalises: bool = False
     """Whether a block that is not always frozen has BatchNorm."""
+    obstacle: str = ""
+    """Why hvfreeze auto cannot fine-tune the network; empty if it can."""
     gives_tokens: bool = False
     """Whether a block gives tokens; looked for where --tokens was given."""
 
@@ -85,6 +88,8 @@ class Plan:
         config = self.config
         if not config.freeze.auto:
             return "the head is fitted and there are no training steps"
+        if self.obstacle:
+            return self.obstacle
         timed = config.run.budget_seconds() is not None
         limit = "--time-budget leaves time" if timed else f"--epochs ({config.optimizer.epochs}) leaves room"
         return f"{limit} only for fitting the head"
@@ -96,9 +101,9 @@ class Plan:
         return part.epochs
 
     @property
-    def evaluations(self) -> int:
-        """Number of evaluations of a run with one stretch."""
-        return sum(epoch == self.epochs - 1 or self.config.run.evaluates(epoch) for epoch in range(self.epochs))
+    def evaluations(self) -> list[int]:
+        """Epochs after which a run with one stretch is evaluated, from 0."""
+        return [epoch for epoch in range(self.epochs) if epoch == self.epochs - 1 or self.config.run.evaluates(epoch)]
 
 
 Finding = tuple[Iterable[str], str, str]
@@ -135,11 +140,15 @@ def findings(plan: Plan) -> Iterator[Finding]:
     if trained and not freeze.auto:
         if plan.epochs == 1:
             yield ["evaluate_every"], "no", "there is only one epoch"
-        if (asked.run.early_stop or 0) >= plan.evaluations - 1:
+        count, equal = len(plan.evaluations), asked.optimizer.class_weights == "none"
+        counted = sum(equal or epoch + 1 > UNWEIGHTED * plan.epochs for epoch in plan.evaluations[1:])
+        if (asked.run.early_stop or 0) >= counted:
             why = "there is only one evaluation"
-            if plan.evaluations > 1:
-                why = f"there are {plan.evaluations} evaluations, and the first is always the best so far"
-            yield ["early_stop", *(["keep"] if plan.evaluations == 1 else [])], "no", why
+            if count > 1:
+                why = f"there are {count} evaluations, and the first is always the best so far"
+            if count > counted + 1:
+                why = f"of {count} evaluations, {counted} are made once class weights apply"
+            yield ["early_stop", *(["keep"] if count == 1 else [])], "no", why
     # Several ranks, several replicas.
     if plan.replicas == 1:
         why = "there is only one rank" if plan.ranks == 1 else "all ranks train on the same samples"

@@ -156,6 +156,11 @@ class Task(ABC):
         """Choose whether all classes weigh 1 in the training loss from now on; other tasks have no class weights."""
         return
 
+    @property
+    def defers_weights(self) -> bool:
+        """Whether there are class weights that do not count in the training loss yet."""
+        return False
+
     def weights_of(self, labels: Tensor, samples: Samples, *, training: bool = False) -> Tensor:
         """Return the weight of each row in the loss, (N,) float32: that of its class times that of its sample.
 
@@ -278,9 +283,14 @@ class Classes(Task):
         """Choose whether all classes have the weight 1 in the training loss from now on."""
         self.reweighting.is_on = not deferred
 
+    @property
+    def defers_weights(self) -> bool:
+        """Whether there are class weights that do not count in the training loss yet."""
+        return bool(self.weights) and not self.reweighting.is_on
+
     def class_weights_of(self, labels: Tensor, *, training: bool) -> Tensor:
         """Return the weights of the rows' classes."""
-        is_one = not self.weights or (training and not self.reweighting.is_on)
+        is_one = not self.weights or (training and self.defers_weights)
         return torch.ones(labels.shape) if is_one else torch.tensor(self.weights)[labels]
 
     def training_losses(self, logits: Tensor, labels: Tensor, *, smoothing: float) -> Tensor:
@@ -456,7 +466,8 @@ class Numbers(Task):
 
     def standardised(self, labels: Tensor, chosen: Tensor) -> tuple[Numbers, Tensor]:
         """Return the task and all labels, standardized by the mean and deviation of the rows `chosen`."""
-        known = self.measured(labels[chosen], torch.ones(len(chosen)))
+        rows = labels[chosen]
+        known = self.measured(rows, torch.ones(len(rows)))
         task = replace(self, offset=known.mean, unit=known.deviation)
         return task, task.from_units(labels)
 

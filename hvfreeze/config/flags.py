@@ -18,6 +18,7 @@ from hvfreeze.config.tree import (
     applying,
     asked_for,
     build,
+    check_known,
     fields_of,
     from_dict,
     is_of_run,
@@ -281,7 +282,8 @@ def configuration(options: argparse.Namespace) -> Config:
             # This is another run, which needs a directory of its own.
             found.pop("run_dir", None)
     settings = {**found, **flags}
-    if found and (path is None or is_of_run(tree)):
+    is_of_earlier_run = bool(found) and (path is None or is_of_run(tree))
+    if is_of_earlier_run:
         # Settings of the earlier run may belong to a choice that a flag has changed.
         settings = applying(settings, source=source) | flags
     if options.command != AUTO and settings.get("freeze") == AUTO:
@@ -289,7 +291,15 @@ def configuration(options: argparse.Namespace) -> Config:
         words = words_of(flags) if flags.get("freeze") == AUTO else words
         raise UsageError(f"--freeze auto is a separate command; type: hvfreeze {shlex.join(words)}")
     if options.command == AUTO and not {"data", "data_dir"} & settings.keys():
-        raise UsageError("DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits")
+        why = f"--run-dir ({flags.get('run_dir')}) holds no run to resume, and " if flags.get("resume") else ""
+        raise UsageError(
+            f"{why}DATA is missing: type hvfreeze auto DIR with a folder of images, or hvfreeze auto digits"
+        )
+    if is_of_earlier_run and flags.get("resume"):
+        # The run may have settings without effect, which an earlier version accepted.
+        config = build(with_defaults({**found, **flags}), given=frozenset(settings), source=source)
+        check_known(config, flags)
+        return config
     return from_dict(settings, source=source)
 
 

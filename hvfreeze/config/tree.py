@@ -211,7 +211,7 @@ def check_known(config: Config, given: Iterable[str]) -> None:
         wanted = unknown_for(config, leaf)
         if wanted is not None:
             flag = leaf.replace("_", "-")
-            raise UsageError(f"--{flag} is unknown here: it belongs to {wanted}; leave it out, or choose that")
+            raise UsageError(f"--{flag} needs {wanted}; use that, or leave out --{flag}")
 
 
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:

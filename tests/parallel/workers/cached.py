@@ -45,7 +45,7 @@ def compare(world: World, root: Path, model: str) -> None:
     def settings(name: str, **changes: Any) -> Any:
         # With two views the cut moves away from rows that were shown in half of an epoch, and from whole ones.
         views = f"views:{2 if world.size in (2, 3) else 1}"
-        common = {**SCHEDULED, "interval": 6, "augment": views, "epochs": 5, "checkpoint_every": "3s"}
+        common = {**SCHEDULED, "interval": 6, "augment": views, "epochs": 5, "checkpoint_every": "3steps"}
         return configuration(root / f"{model}-{name}", world.size, **{**common, **changes})
 
     plain = run(settings("plain"), world)

@@ -229,7 +229,7 @@ def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
     """Also where the blocks would be dealt out otherwise when it goes on."""
     size = trial.world.size
     shape = (max(1, size // 2), 2 if size in (2, 4) else 1, 2) if size != 3 else (3, 1, 2)
-    given = {**VOTED, "cut_by": "compute", "checkpoint_every": "2s", "schedule": "cosine"}
+    given = {**VOTED, "cut_by": "compute", "checkpoint_every": "2steps", "schedule": "cosine"}
     straight = run(trial.grid("straight", shape, **given), trial.world)
     measure = opening.try_blocks
     for stop in (STEPS + 1,):

@@ -30,7 +30,7 @@ def check_a_run_is_cached_and_resumed_bit_for_bit(world: World, folder: Path) ->
         model = small(world, folder, kind)
 
         def settings(name: str, kind: str = kind, model: str = model, **changes: object) -> object:
-            common = {**SCHEDULED, "interval": 3, "augment": "none", "epochs": 4, "checkpoint_every": "3s"}
+            common = {**SCHEDULED, "interval": 3, "augment": "none", "epochs": 4, "checkpoint_every": "3steps"}
             where = folder / f"{kind}-{name}"
             return configuration(where, world.size, model=model, image_size=32, **{**common, **changes})
 

@@ -105,7 +105,7 @@ def check_alone_it_is_plain_training(trial: Trial) -> None:
 def check_looking_changes_nothing_and_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
     given = {"local_steps": 5, "schedule": "cosine", "freeze": "static", "cut": 1, "augment": "views:2", "cache": "on"}
     unseen = run(trial.config("unseen", **given), trial.world)
-    given["checkpoint_every"] = "3s"
+    given["checkpoint_every"] = "3steps"
     straight = run(trial.config("straight", **given), trial.world)
     assert straight["parameter_digest"] == unseen["parameter_digest"], "a checkpoint changed the training"
     # After steps 3 and 6; rounds end at 5 and 10.

@@ -186,7 +186,7 @@ def see_what_is_tried(world: World, root: Path, **settings: Any) -> None:
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
     tale = patch.object(CompressionTrial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
-    settings |= {"compression": "auto", "checkpoint_every": "3s", "epochs": 2 * EPOCHS + 1}
+    settings |= {"compression": "auto", "checkpoint_every": "3steps", "epochs": 2 * EPOCHS + 1}
     with patch.multiple(compression_choice, **changes), tale:
         straight = run(configuration(root / "tried-straight", world.size, **settings), world)
         for stop in (4, 16):  # in the first round, and in the second
@@ -241,7 +241,7 @@ def check_scheduled_runs_whose_exchange_is_chosen(given: Given) -> None:
     compression_choice.choose = lambda forecasts: "powersgd:16" if len(forecasts) > 1 else "none"
     if world.size == 3:
         thin["compression"] = "auto"
-    settings = {**SCHEDULED, "checkpoint_every": "3s", **thin}
+    settings = {**SCHEDULED, "checkpoint_every": "3steps", **thin}
     history = see_that_resumed_runs_are_equal(world, root, "scheduled", everywhere=False, **settings)
     assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"
     if world.size > 1:

@@ -179,7 +179,7 @@ def check_the_line_falls_silent(trial: Trial) -> None:
 
 
 def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
-    given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "3s", "schedule": "cosine"}
+    given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "3steps", "schedule": "cosine"}
     straight = run(trial.config("straight", **given), trial.world)
     for stop in (2, STEPS + 1):
         interrupted(trial.config(f"stop-{stop}", **given), trial.world, after=stop)

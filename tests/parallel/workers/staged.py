@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "interval": 2,
     "freeze_warmup": 2,
     "pool": 2,
-    "checkpoint_every": "5s",
+    "checkpoint_every": "5steps",
 }
 Ask = Callable[[Job, str], bool]
 """(job, what comes next: features, pass, step) -> whether the last rank asks to leave."""

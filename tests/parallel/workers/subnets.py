@@ -140,7 +140,7 @@ def check_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
     """With the trunk's features cached; looking, and the cache, change nothing."""
     given = {"local_steps": 5, "momentum": 0.9, "schedule": "cosine", **ON_A_TRUNK}
     unseen = run(trial.config("unseen", **{**given, "cache": "off"}), trial.world)
-    given["checkpoint_every"] = "3s"
+    given["checkpoint_every"] = "3steps"
     straight = run(trial.config("straight", **given), trial.world)
     assert straight["parameter_digest"] == unseen["parameter_digest"], (
         "a checkpoint, or the cache, changed the training"

@@ -9,7 +9,7 @@ from hvfreeze.config.flags import configuration, flag_of, number_or_text
 from hvfreeze.config.tree import leaves, owners
 from hvfreeze.errors import UsageError
 
-TRUNK, GRID, UNKNOWN = "train --strategy shared-trunk ", "train --strategy grid ", " is unknown here: it belongs to "
+TRUNK, GRID, NEEDS = "train --strategy shared-trunk ", "train --strategy grid ", " needs "
 WRONG = {
     # a word that is not known
     "trian": "did you mean 'train'?",
@@ -28,6 +28,7 @@ WRONG = {
     "auto digits --freeze none": "it is a flag of hvfreeze train",
     "auto digits more": "unknown argument 'more'",
     "auto --epochs 3": "type hvfreeze auto DIR",
+    "auto --resume --run-dir /nope": "(/nope) holds no run to resume, and DATA is missing: type hvfreeze auto",
     "auto digit": "DATA (digit) does not exist; did you mean 'digits'?",
     "auto photos --data-dir photos": "--data-dir (photos) must be left out",
     # another command
@@ -39,16 +40,16 @@ WRONG = {
     TRUNK + "--cut-by given --cut-at 1.5": "--cut-at (1.5) must be whole numbers",
     TRUNK + "--cut-by given --cut-at inf": "--cut-at (inf) must be whole numbers",
     # a flag of a choice that was not made
-    "train --parts 2": f"--parts{UNKNOWN}--strategy grid or local-critics or stale-ring",
-    GRID + "--heads 2": f"--heads{UNKNOWN}--strategy shared-trunk",
-    "train --interval 5": f"--interval{UNKNOWN}--freeze coherence",
-    "train --freeze percentile --min-gain 0.02": f"--min-gain{UNKNOWN}--freeze coherence",
-    "auto digits --eta-max 0.2": f"--eta-max{UNKNOWN}--freeze gradient-norm or percentile",
-    "auto digits --optimizer auto --lr 0.0003": f"--lr{UNKNOWN}a named --optimizer",
-    "auto digits --optimizer auto --head-lr 0.1": f"--head-lr{UNKNOWN}a named --optimizer",
-    "train --resume-inexact": f"--resume-inexact{UNKNOWN}--resume",
-    "train --epochs 2 --time-budget 1m": f"--epochs{UNKNOWN}a run without --time-budget",
-    "train --flips on --augment none": f"--flips{UNKNOWN}--augment fresh or views:K, or --head-fit exact or kernel",
+    "train --parts 2": f"--parts{NEEDS}--strategy grid or local-critics or stale-ring",
+    GRID + "--heads 2": f"--heads{NEEDS}--strategy shared-trunk",
+    "train --interval 5": f"--interval{NEEDS}--freeze coherence",
+    "train --freeze percentile --min-gain 0.02": f"--min-gain{NEEDS}--freeze coherence",
+    "auto digits --eta-max 0.2": f"--eta-max{NEEDS}--freeze gradient-norm or percentile",
+    "auto digits --optimizer auto --lr 0.0003": f"--lr{NEEDS}a named --optimizer",
+    "auto digits --optimizer auto --head-lr 0.1": f"--head-lr{NEEDS}a named --optimizer",
+    "train --resume-inexact": f"--resume-inexact{NEEDS}--resume",
+    "train --epochs 2 --time-budget 1m": f"--epochs{NEEDS}a run without --time-budget",
+    "train --flips on --augment none": f"--flips{NEEDS}--augment fresh or views:K, or --head-fit exact or kernel",
     # two that exclude each other, or belong together
     "train --cache on": "--cache (on) must be used with --augment none or views:K",
     "train --freeze static": "--freeze (static) must be given together with --cut K",

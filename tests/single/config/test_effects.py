@@ -12,6 +12,10 @@ from hvfreeze.effects import Plan, Stretch, without_effect
 Settings = dict[str, Any]
 
 
+PATIENT = {"epochs": 10, "validation_fraction": 0.1}
+WEIGHTED = {"class_weights": "balanced"}
+
+
 def notes(settings: Settings, *, ranks: int = 2, replicas: int | None = None, batches: int = 20) -> str:
     """Return the notes on a run of `train`."""
     config = from_dict(settings)
@@ -54,6 +58,10 @@ def test_settings_that_ranks_share_have_an_effect_with_several_ranks_only(settin
         ({"strategy": "subnets", "model": "mlp-16", "augment": "none", "cache": "on"}, {}, "no block is frozen"),
         # The command of docs/strategies/subnets.md.
         ({"strategy": "subnets", "model": "resnet18", "head": "mlp-4", "augment": "none", "cache": "on"}, {}, ""),
+        (PATIENT | {"early_stop": 9}, {}, "there are 10 evaluations, and the first is always the best so far"),
+        (PATIENT | {"early_stop": 8}, {}, ""),
+        (PATIENT | WEIGHTED | {"early_stop": 2}, {}, "of 10 evaluations, 2 are made once class weights apply"),
+        (PATIENT | WEIGHTED | {"early_stop": 1}, {}, ""),
         ({"strategy": "local-sgd", "blocks": "residual", "freeze": "static", "cut": 2}, {}, ""),
         ({"strategy": "local-sgd", "blocks": "residual", "head_lr": "0.5"}, {}, ""),
         ({"blocks": "residual", "head_lr": "0.5"}, {}, ""),

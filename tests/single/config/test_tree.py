@@ -37,12 +37,7 @@ PARSERS: list[tuple[str, Callable[[str], Any], dict[str, Any], list[str]]] = [
     ("compression", parse_compression, {"auto": ("auto", 0), "powersgd:256": ("powersgd", 256)}, COMPRESSIONS),
     ("compression", lambda text: Reducer(SoloWorld(), compression=text).carry([]), {}, COMPRESSIONS),
     ("cache-limit", parse_bytes, {"none": None, "0": 0, "1.5K": 1536, "3MiB": 3 * 2**20}, ["9" * 400, "-1", "5X"]),
-    (
-        "checkpoint-every",
-        parse_cadence,
-        {"auto": None, "2": (2, "epochs"), "200steps": (200, "steps")},
-        ["9" * 5000, "200s"],
-    ),
+    ("checkpoint-every", parse_cadence, {"auto": None, "2": (2, "epochs"), "9steps": (9, "steps")}, ["9" * 5000, "9s"]),
     ("shard-sizes", check_shard_sizes, {"equal": None, "3,1": None}, ["1,inf", "1,nan", "0,1", "1,,1"]),
 ]
 EXACT = "head: multi-level\nhead_fit: exact\naugment: none"
@@ -74,30 +69,28 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
     ("text", "wanted"),
     [
         # Values are written as on the command line.
-        ("cache: on\naugment: none\nquiet: on", {"cache": "on", "quiet": True}),
-        ("flips: off\nquiet: Off", {"flips": "off", "quiet": False}),
+        ("cache: on\naugment: views:1\nquiet: on\nflips: off", {"cache": "on", "quiet": True, "flips": "off"}),
         ("lr: 1e-3\nclip_grad: .5e+1\nhead_lr: 1e-3", {"lr": 1e-3, "clip_grad": 5.0, "head_lr": "1e-3"}),
-        ("lr: 2.E5\nseed: 010\ndata_seed: -010", {"lr": 2e5, "seed": 10, "data_seed": -10}),
+        ("lr: 2.E5\nseed: 010\ndata_seed: -010\nquiet: Off", {"lr": 2e5, "seed": 10, "data_seed": -10, "quiet": False}),
         ("lr: 1\nseed: 08\ndata_seed: 0x10\nquiet: yes", {"lr": 1.0, "seed": 8, "data_seed": 16, "quiet": True}),
-        ("vote_weight: [1, 2.5]\nfreeze: linear", {"vote_weight": "1,2.5"}),
+        ("vote_weight: [1, 2.5]\nfreeze: linear\nepochs: 3", {"vote_weight": "1,2.5", "epochs": 3}),
+        ("checkpoint_every: 3", {"checkpoint_every": "3"}),
         # Settings follow from others, unless they are given.
         ("blocks: stage", settings_of(Config().resolved())),
         ("strategy: subnets", {"momentum": 0.0}),
-        ("strategy: subnets\nmomentum: 0.5", {"momentum": 0.5}),
-        ("strategy: grid", {"momentum": 0.9, "blocks": "residual"}),
+        ("strategy: grid\nmomentum: 0.5", {"momentum": 0.5, "blocks": "residual"}),
         ("strategy: local-critics", {"blocks": "residual"}),
         (EXACT, {"epochs": 1, "freeze": "static", "cut": 1}),
         ("freeze: auto", {"head": "multi-level", "head_fit": "kernel", "epochs": 16}),
         ("freeze: {freeze: auto, cut: 3}", {"optimizer": "auto", "lr": 3e-4, "schedule": "cosine"}),
         ("freeze: auto\nepochs: 4\nhead: last", {"head": "last", "epochs": 4, "head_fit": "exact"}),
-        ("freeze: auto\nlr: 0.1\ncache: on", {"lr": 0.1, "optimizer": "adamw"}),
+        ("freeze: auto\nlr: 0.2\ncache: on", {"lr": 0.2, "optimizer": "adamw"}),
         ("freeze: auto\noptimizer: sgd", {"lr": 0.1}),
         # Files of earlier versions have names and sections of their time.
         ("head: {mirror: off, head: multi-level, head_fit: exact, pool: 2}\naugment: none", {"flips": "off"}),
         ("data: {flips: on}\nhead: {mirror: off}", {"flips": "on"}),
         ("checkpoint_every: 200s", {"checkpoint_every": "200steps"}),
         ("run: {checkpoint_every: 4s}", {"checkpoint_every": "4steps"}),
-        ("checkpoint_every: 3", {"checkpoint_every": "3"}),
     ],
 )
 def test_a_file_makes_settings_and_they_survive_in_one(tmp_path: Path, text: str, wanted: dict[str, Any]) -> None:
@@ -131,7 +124,6 @@ def test_a_file_makes_settings_and_they_survive_in_one(tmp_path: Path, text: str
         (read, {"lr": 0.1, "optimizer": {"lr": 0.2}}, "'lr' is given twice; leave one"),
         (read, {"batch-size": 4, "batch_size": 8}, "'batch_size' is given twice; leave one"),
         (read, {"data": {"pool": 2}}, "unknown key 'pool'"),
-        (read, {"learning_rate": 0.1}, "unknown key 'learning_rate'; did you mean 'lr'?"),
         (read, {"optimizer": {"learning-rate": 0.1}}, "unknown key 'learning_rate'; did you mean 'lr'?"),
         (DataConfig, {"mean": "0.5"}, "--mean (0.5) must be given together with --std"),
         (DataConfig, {"std": "0.5"}, "--std (0.5) must be given together with --mean"),

@@ -115,7 +115,7 @@ def test_a_model_answers_for_images_made_to_fit_as_those_that_it_has_learned_fro
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fit pad", "--fit is unknown here: it belongs to --image-size"),
+        ("--fit pad", "--fit needs --image-size"),
         ("--fit stretch --image-size 32", "--fit (stretch) must be one of crop, squash, pad"),
     ],
 )

@@ -91,9 +91,9 @@ def test_a_data_sets_transform_crops_only_where_pixels_are_larger() -> None:
         ({"recipe": "color-jitter,color-jitter"}, "parts that differ"),
         (
             {"recipe": "color-jitter", "augment": "none"},
-            "--recipe is unknown here: it belongs to --augment fresh or views:K",
+            "--recipe needs --augment fresh or views:K",
         ),
-        ({"resize": 32}, "--resize is unknown here: it belongs to --image-size"),
+        ({"resize": 32}, "--resize needs --image-size"),
         ({"resize": 32, "image_size": 40}, r"--resize \(32\) must be at least --image-size \(40\)"),
         ({"mean": "0.5"}, r"--mean \(0.5\) must be given together with --std"),
         ({"mean": "0.5,0.5", "std": "1"}, r"--mean \(0.5,0.5\) must be a number, or one for each"),

@@ -181,7 +181,7 @@ def test_impossible_plans_are_refused_with_the_way_out(changes: dict[str, Any], 
         (lambda: stratified_subset(LABELS, 0, seed=0), ["--train-samples (0)", "at least 5"]),
         (lambda: stratified_subset(LABELS, 4, seed=0), ["--train-samples (4)", "at least 5"]),
         (lambda: stratified_subset(LABELS, 501, seed=0), ["--train-samples (501)", "at most 500"]),
-        (lambda: split_validation(LABELS, IDS, fraction=1.0, seed=0), ["--validation-fraction (1.0)", "[0, 1)"]),
+        (lambda: split_validation(LABELS, IDS, fraction=1.0, seed=0), ["--validation-fraction (1.0)", "at least 0 and below 1"]),
         (lambda: split_validation(LABELS, IDS, fraction=1e-4, seed=0), ["--validation-fraction (0.0001)", "500"]),
     ],
 )

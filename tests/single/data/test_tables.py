@@ -308,6 +308,19 @@ def test_a_column_has_the_weights_of_training_rows(tmp_path: Path) -> None:
     assert found[0].identities()["train"] != found[1].identities()["train"]
 
 
+def test_a_column_of_labels_has_no_weights_and_two_columns_of_weights_are_refused(tmp_path: Path) -> None:
+    path = table(tmp_path, weighted("1.5", "2", "3", "4", "5", name="weight"))
+    assert opened(path, label="weight").train.weights is None
+    path.write_text(
+        "\n".join(f"{line},{cell}" for line, cell in zip(path.read_text().splitlines(), ["weights", *"11111"]))
+    )
+    with pytest.raises(
+        UsageError, match="several columns for the weight: weight, weights; name the column with --weight-c"
+    ):
+        opened(path)
+    assert opened(path, weight="none").train.weights is None
+
+
 def test_rows_of_weight_0_are_left_out(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, weighted("0", "2", "1", "", "")))
     assert len(splits.train) == 3 and splits.train.ids.tolist() == [1, 2]

@@ -231,7 +231,8 @@ def test_a_run_prepares_images_so_and_predict_reads_alike(tmp_path: Path) -> Non
     outcome = call(*auto, "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     assert "does: --resample bicubic --image-size 32 --fit crop --resize 40" in outcome.stdout
-    assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4 (the image processor's of hf:" in outcome.stdout
+    log = (run / "log.txt").read_text()
+    assert "mean 0.5, 0.4, 0.3 and standard deviation 0.2, 0.3, 0.4 (the image processor's of hf:" in log
     image = load_model(run).card.image
     assert image is not None and (image.height, image.cropped_to, image.resample) == (40, 32, "bicubic")
     assert (image.mean, image.std) == (tuple(MEAN), tuple(STD))

@@ -59,7 +59,7 @@ def test_there_is_one_module_more_than_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "grid", "stale_after": 3}, "--stale-after is unknown here: it belongs to --strategy stale-ring"),
+        ({"strategy": "grid", "stale_after": 3}, "--stale-after needs --strategy stale-ring"),
         ({"strategy": "stale-ring", "stale_after": -1}, r"--stale-after \(-1\) must be 0 or more"),
         ({"strategy": "stale-ring", "tied_gradient": "mean"}, r"--tied-gradient \(mean\) must be one of sum, half"),
     ],

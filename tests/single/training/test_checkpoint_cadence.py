@@ -49,12 +49,12 @@ def test_cheap_checkpoints_are_written_after_every_epoch_and_dear_ones_as_often_
 
 
 def test_what_the_user_asks_for_is_done() -> None:
-    assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15s")[0] == [*range(15, 400, 15), 400]
+    assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15steps")[0] == [*range(15, 400, 15), 400]
     assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="0")[0] == []
     assert checkpoints(step_seconds=0.1, checkpoint_seconds=9.0, every="15")[0] == [150, 300, 400]
 
 
-@pytest.mark.parametrize("every", ["1", "3s", "auto", "0"])
+@pytest.mark.parametrize("every", ["1", "3steps", "auto", "0"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_verb_ends_with_a_checkpoint_where_there_are_any(every: str, is_last: bool) -> None:
     seconds = {"forward": 1.0, "checkpoint": 0.0}

@@ -80,6 +80,18 @@ def test_the_last_fifth_of_the_steps_weights_classes(tmp_path: Path) -> None:
     torch.testing.assert_close(found, functional.cross_entropy(LOGITS, LABELS))
 
 
+def test_early_stopping_waits_until_the_weights_count(tmp_path: Path) -> None:
+    folder = save_images(tmp_path / "images", rare=4)
+    epochs = {}
+    for given in ("none", "balanced"):
+        # Nothing is learned, so no evaluation after the first is better.
+        settings = {"data": "imagefolder", "data_dir": str(folder), "model": "mlp-8", "epochs": 10, "lr": 1e-12}
+        settings |= {"validation_fraction": 0.3, "early_stop": 1, "statistics": "kept", "batch_size": 4, "threads": 1}
+        train(from_dict({**settings, "class_weights": given, "run_dir": str(tmp_path / given)}))
+        epochs[given] = len((tmp_path / given / "metrics.jsonl").read_text().splitlines())
+    assert epochs == {"none": 2, "balanced": 9}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -87,7 +99,7 @@ def test_the_last_fifth_of_the_steps_weights_classes(tmp_path: Path) -> None:
         ({"class_weights": "a=0"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "a=1,a=2"}, "must be none, balanced, or NAME=W"),
         ({"class_weights": "balanced", "strategy": "shared-trunk"}, "set loss: balanced in --tasks FILE"),
-        ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "belongs to --data of images"),
+        ({"class_weights": "balanced", "data": "text", "model": "tiny-lm"}, "needs --data of images"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(flags: dict[str, str], message: str) -> None:

@@ -122,8 +122,8 @@ def test_going_on_from_an_older_checkpoint_the_best_is_the_one_of_then(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keep": "best"}, "--keep is unknown here: it belongs to --validation-fraction F, such as 0.1"),
-        ({"early_stop": 3}, "--early-stop is unknown here: it belongs to --validation-fraction F"),
+        ({"keep": "best"}, "--keep needs --validation-fraction F, such as 0.1"),
+        ({"early_stop": 3}, "--early-stop needs --validation-fraction F"),
         ({"keep": "all"}, r"--keep \(all\) must be one of last, best"),
         ({"early_stop": 0, "validation_fraction": 0.1}, r"--early-stop \(0\) must be at least 1"),
     ],

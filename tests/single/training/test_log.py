@@ -27,7 +27,7 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "note: no --weights: training from scratch, without a trial; --weights DEFAULT starts from pretrained weights"
     )
     steps = [
-        re.match(r"step (\d+) of (\d+), epoch +(\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
+        re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
         for line in lines
     ]
     first, *_, last = [found for found in steps if found]
@@ -37,9 +37,13 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_head_that_is_fitted_to_random_features_is_noted(tmp_path: Path) -> None:
-    outcome = call("auto", *SMALL, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    outcome = call("auto", *SMALL, "--run-dir", str(tmp_path / "run"))
     note = "note: no --weights: fitting a head to a network with random weights; --weights FILE starts from"
     assert outcome.returncode == 0 and note in outcome.stdout, str(outcome)
+    why = "mlp-16x16 does not end in a linear layer with a bias"
+    assert f"note: no fine-tuning: {why}" in outcome.stdout
+    given = call("auto", *SMALL, "--epochs", "30", "--run-dir", str(tmp_path / "given")).stdout
+    assert f"note: --epochs (30) has limited effect: {why}" in given and "note: no fine-tuning" not in given
 
 
 def test_a_budget_of_time_makes_the_number_of_steps_an_estimate(
@@ -47,7 +51,7 @@ def test_a_budget_of_time_makes_the_number_of_steps_an_estimate(
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
     outcome = call("train", "--data", *SMALL, "--time-budget", "5s", "--run-dir", str(tmp_path / "run"))
-    assert re.search(r"^step 1 of about \d+, epoch +1: loss ", outcome.stdout, re.MULTILINE), str(outcome)
+    assert re.search(r"^step 1 of about \d+, epoch 1: loss ", outcome.stdout, re.MULTILINE), str(outcome)
 
 
 def test_a_folder_without_a_checkpoint_is_noted_where_a_run_was_to_be_resumed(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_every_optimizer_has_its_own_defaults_and_one_that_is_given_counts() -> 
         ({"mixup": float("nan")}, "--mixup"),
         (
             {"mixup": 0.2, "head_fit": "exact", "augment": "none"},
-            "--mixup is unknown here: it belongs to --head-fit sgd",
+            "--mixup needs --head-fit sgd",
         ),
     ],
 )

@@ -84,7 +84,7 @@ class Scale:
     batch: int = 32
     large_side: int = 224
     large_batch: int = 8
-    large_steps: int = 8
+    large_steps: int = 6
 
 
 PRESETS = {
@@ -103,11 +103,11 @@ PRESETS = {
         large_steps=3,
     ),
     "reduced": Scale(
-        allocated={"EfficientNet-Lite0": 30, "ResNet-18": 8, "MobileNetV3-small": 30},
+        allocated={"EfficientNet-Lite0": 30, "ResNet-18": 5, "MobileNetV3-small": 15},
         large=("ResNet-50", "ViT-S/16"),
         profiled=("EfficientNet-Lite0", "MobileNetV3-small"),
         lite="EfficientNet-Lite0",
-        pairs={"allocator": 5, "decoding": 5, "command": 1, "large": 1, "operators": 1},
+        pairs={"allocator": 5, "decoding": 3, "command": 1, "large": 1, "operators": 1},
         photographs=200,
         size=(4032, 3024),
     ),

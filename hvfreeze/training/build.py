@@ -630,6 +630,7 @@ def open_agreed_corpus(
 
     For `holds_out` see `deal`, for `clock` see `open_corpus`.
     """
+    clock = clock or PhaseClock(SET_UP_PHASES)
     replicas = raise_on_all_ranks(world, lambda: replicas_of(world, config.strategy), name="replicas")
     data, cache = config.data, config.cache
     if replicas > 1 and data.shuffle == "global" and cache.cache == "on" and not cache.cache_shared:
@@ -656,7 +657,8 @@ def open_agreed_corpus(
         # Processors may round differently: all ranks use rank 0's result.
         shared = (corpus.task, corpus.train.labels, corpus.evaluated.labels)
         corpus = with_labels(corpus, *world.broadcast_object(shared, name="task.numbers"))
-    sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
+    with clock.within("decoding"):
+        sampled = raise_on_all_ranks(world, corpus.sampled_pixels, name="sampled")
     check_equal(world, "pixels", sampled, remedy=remedy)
     return corpus, identities | {f"{split} sampled": digest for split, digest in sampled.items()}
 

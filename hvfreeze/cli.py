@@ -369,8 +369,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             from hvfreeze.config.flags import hint_at
 
             hint = hint_at(rest[0].partition("=")[0], options.command)
-            if options.command == "train" and not rest[0].startswith("-"):
-                hint = "; name data with --data or --data-dir"
+            if not rest[0].startswith("-"):
+                hint = "; name data with --data or --data-dir" if options.command == "train" else "; give one DATA"
+                flag = next(iter(arguments[: arguments.index(rest[0]) - 1][-1:]), "")
+                if flag.startswith("--"):
+                    hint = f"; write the value of {flag} as one word, or in quotes"
         raise UsageError(f"unknown argument '{rest[0]}'{hint}")
     return options
 

@@ -246,7 +246,9 @@ def data_of(source: str, data_dir: str | None) -> dict[str, str]:
     if is_named_code(source) or source.startswith(HF) or (is_table(source) and not os.path.isdir(source)):
         return {"data": source}
     if data_dir is not None:
-        raise UsageError(f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source})")
+        raise UsageError(
+            f"--data-dir ({data_dir}) must be left out with a folder as DATA ({source}); type hvfreeze auto {data_dir}"
+        )
     if os.sep not in source and not os.path.exists(source) and (hint := did_you_mean(source, BUILT_IN)):
         raise UsageError(f"DATA ({source}) does not exist{hint}")
     if not source:

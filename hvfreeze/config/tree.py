@@ -211,7 +211,8 @@ def check_known(config: Config, given: Iterable[str]) -> None:
         wanted = unknown_for(config, leaf)
         if wanted is not None:
             flag = leaf.replace("_", "-")
-            raise UsageError(f"--{flag} needs {wanted}; use that, or leave out --{flag}")
+            way = "leave out one of them" if " without " in wanted else f"use that, or leave out --{flag}"
+            raise UsageError(f"--{flag} needs {wanted}; {way}")
 
 
 def from_dict(tree: Mapping[str, Any], *, source: str = "configuration") -> Config:

@@ -138,8 +138,8 @@ def deal(
     smallest = plan.batches_per_epoch
     if batch_size > smallest:
         lower = max(1, smallest // 2) if holds_out else smallest
-        which = f"{'half of ' if holds_out else ''}the smallest shard, which has {plural(smallest, 'sample')}"
-        notes.append(f"--batch-size ({batch_size}) is lowered to {lower}: {which}")
+        which = f"{'half of ' if holds_out else ''}the {plural(smallest, 'sample')} of the rank with the fewest"
+        notes.append(f"batch size {lower} instead of {batch_size}: {which}")
         batch_size = lower
     plan = plan.in_batches(batch_size)
     if data.validation_fraction > 0:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, Sizes, open_image, shown_size, unreadable
 from hvfreeze.data.shards import Ids, evenly, split_validation
-from hvfreeze.data.split_names import SPELLINGS, find_split_folders
+from hvfreeze.data.split_names import SPELLINGS, find_split_folders, split_of
 from hvfreeze.errors import RefusedError
 from hvfreeze.tasks import TASKS, Task
 from hvfreeze.wording import plural
@@ -491,13 +491,22 @@ def _splits_among(root: Path, entries: Sequence[tuple[str, bool]]) -> dict[str, 
     return {split: root / found[split] for split in SPELLINGS if split in found}
 
 
+def test_set_beside(root: Path) -> str:
+    """Return how to use the test images next to `root`, a folder of training images; empty if there are none."""
+    here, found = root.resolve(), list[str]()
+    if split_of(here.name) == ("train", ""):
+        with suppress(OSError):
+            found = [name for name in os.listdir(here.parent) if split_of(name) in (("test", ""), ("val", ""))]
+    return f" (to use the test images in {min(found)}, give {here.parent})" if found else ""
+
+
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     """Return the listings `train` and `test`, and notes for the user."""
     passed = PassedOver()
     entries = _entries(root, passed)
     splits = _splits_among(root, entries)
     if not splits:
-        return hold_out(scan(root), f"{root} has class folders only")
+        return hold_out(scan(root), f"{root} has class folders only{test_set_beside(root)}")
     names = [folder.name for folder in splits.values()]
     if "train" not in splits or len(splits) == 1:
         raise RefusedError(

@@ -52,7 +52,7 @@ class BrokenImagesError(RefusedError):
             super().__init__(reasons)
             return
         what = self.reasons[0] if len(reasons) == 1 else f"{len(reasons)} images cannot be used: {listed(reasons)}"
-        super().__init__(f"{what}; --skip-bad leaves these out")
+        super().__init__(f"{what}; --skip-bad leaves such images out")
 
 
 def listed(reasons: Sequence[str]) -> str:

@@ -445,6 +445,8 @@ def unreadable(path: str | Path, error: OSError) -> RefusedError:
 
 def _damaged(path: str | Path, error: Exception) -> RefusedError:
     reason = " ".join(str(error).replace(str(path), "the file").split())
+    if isinstance(error, UnidentifiedImageError):
+        reason = "its format is unknown"
     if "text chunk" in reason.lower().replace("_", " "):
         return TooLargeError(f"{path} holds more text than Pillow accepts ({reason}); save it without metadata")
     return RefusedError(f"{path} is not an intact image ({reason}); restore or remove it")

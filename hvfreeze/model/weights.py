@@ -251,7 +251,7 @@ def load_weights(
     if missing or unexpected or reshaped:
         what = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in found.items() if keys)
         raise RefusedError(
-            f"weights ({source}) do not fit {type(model).__name__}: {what}; name the --model that they belong to"
+            f"weights ({source}) do not fit {type(model).__name__}; choose the --model that they belong to ({what})"
         )
     # `own` has the version numbers that some modules need for loading.
     own.update({key: tensor for key, tensor in fitting.items() if key not in resized})

@@ -87,7 +87,7 @@ def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
     if config.model.weights != "none":
         return notes
     if settings.auto:
-        does = "training from scratch, without a trial" if trains else "fitting a head to a network with random weights"
+        does = "training from scratch" if trains else "fitting a head to a network with random weights"
         way = "DEFAULT" if has_published(config.model.model) else "FILE"
         return [*notes, f"no --weights: {does}; --weights {way} starts from pretrained weights"]
     if settings.cut and not settings.auto:

@@ -162,7 +162,9 @@ def logging_its_end(job: Job) -> Iterator[None]:
 
 def resume_advice(job: Job) -> str:
     """Return the command that continues an interrupted run."""
-    way = "continue from the last checkpoint" if newest(directory_of(job)) else "no checkpoint yet, start again"
+    last = newest(directory_of(job))
+    step = last and int(last.stem.removeprefix("step-"))
+    way = "no checkpoint yet, start again" if last is None else f"continue from the last checkpoint (step {step})"
     return f"{way} with: {resuming(job.directory, ranks=job.world.size)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path
 
     asked_early = train(2, "0:-3:leave,1:-1:leave", folder)
     assert asked_early.returncode == 75, str(asked_early)
-    assert "continue from the last checkpoint with: mpirun -np 2 " in only_message(asked_early)
+    assert re.search(r"continue from the last checkpoint \(step \d+\) with: mpirun -np 2 ", only_message(asked_early))
     assert checkpoints(folder, size=2) == [1]
 
     killed = train(2, "1:6:kill", folder, "--resume")

@@ -166,7 +166,7 @@ def test_weights_that_do_not_fit_are_refused(run_dir: Path, tmp_path: Path) -> N
 
     refused(outcome(), 3, str(file), "No such file")
     torch.save(torch.nn.Linear(3, 2).state_dict(), file)
-    refused(outcome(), 3, str(file), "Mlp", "missing", "name the --model that")
+    refused(outcome(), 3, str(file), "Mlp", "missing", "choose the --model that")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     refused(outcome(), 3, str(file), "damaged")

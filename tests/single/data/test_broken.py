@@ -46,7 +46,7 @@ def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> Non
         for part in (splits.train, splits.test)
     ]
     with pytest.raises(
-        BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves these out"
+        BrokenImagesError, match=r"^6 images cannot be used: .*; --skip-bad leaves such images out"
     ) as refusal:
         load_all(*loads)
     assert all(str(photos / name) in str(refusal.value) for name in BROKEN)

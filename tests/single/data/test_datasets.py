@@ -123,6 +123,14 @@ def test_class_folders_only_hold_out_a_fixed_tenth_of_each_class_and_say_so(tmp_
     assert "a fixed 10% of each class is the test set, 9 of 90 images" in splits.notes[0]
 
 
+def test_the_folder_of_training_images_alone_is_told_of_the_test_images_beside_it(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_images(tmp_path / part, num=30, classes="abc")
+    note = open_data("imagefolder", tmp_path / "train").notes[0]
+    assert f"(to use the test images in test, give {tmp_path})" in note
+    assert "to use" not in open_data("imagefolder", tmp_path / "test").notes[0]
+
+
 def test_images_of_many_sizes_become_one_with_an_image_size(tmp_path: Path) -> None:
     folder(tmp_path)
     Image.new("RGB", (30, 20)).save(tmp_path / "train" / "a" / "0.png")

@@ -195,7 +195,9 @@ def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> 
     (note,) = part.notes
     assert note.endswith("head fc is initialised at random: the weights have 100 classes, the model 10")
     assert torch.equal(part.model.get_parameter("conv1.weight"), whole.model.get_parameter("conv1.weight"))
-    with pytest.raises(RefusedError, match=r"do not fit ResNet: missing: layer1\.2"):
+    with pytest.raises(
+        RefusedError, match=r"do not fit ResNet; choose the --model that they belong to \(missing: layer1\.2"
+    ):
         build_model("resnet34", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
 
 

@@ -292,7 +292,7 @@ def only(state: dict[str, Any], *names: str) -> dict[str, Any]:
     [
         (
             lambda s: without(s, "features.0.bias"),
-            r"do not fit SqueezeNet: missing: features\.0\.bias; name the --model",
+            r"do not fit SqueezeNet; choose the --model that they belong to \(missing: features\.0\.bias",
         ),
         (lambda s: without(s, *list(s)[4:10]), r"missing: features\.3\.\S+, \S+, \S+ and 3 more"),
         (lambda s: {**s, "extra.weight": torch.zeros(1)}, r"not part of the model: extra\.weight"),

@@ -23,9 +23,7 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome.returncode == 0, str(outcome)
     lines = outcome.stdout.splitlines()
     assert lines[1].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
-    assert lines[2] == (
-        "note: no --weights: training from scratch, without a trial; --weights DEFAULT starts from pretrained weights"
-    )
+    assert lines[2] == ("note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights")
     steps = [
         re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
         for line in lines

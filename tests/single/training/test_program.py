@@ -223,7 +223,9 @@ def test_who_stops_a_run_is_told_how_it_goes_on(number: signal.Signals, code: in
     told = said.splitlines()[-1]
     by = "" if number == signal.SIGINT else " by SIGTERM"
     assert re.match(
-        rf"hvfreeze: {begins} after step \d+ of 200000{by}; continue from the last checkpoint with: hvfreeze ", told
+        rf"hvfreeze: {begins} after step \d+ of 200000{by}; continue from the last checkpoint \(step \d+\) with: "
+        "hvfreeze ",
+        told,
     )
     assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
     assert f"{begins} after step" in (folder / "log.txt").read_text()

@@ -21,7 +21,7 @@ def train(folder: Path, *flags: str) -> Outcome:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("before") / "run"
-    lowered = "note: --batch-size (128) is lowered to 24: the smallest shard, which has 24 samples"
+    lowered = "note: batch size 24 instead of 128: the 24 samples of the rank with the fewest"
     assert lowered in train(folder).stdout
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["epochs"], summary["steps"]) == (3, 3)

@@ -117,13 +117,13 @@ def test_a_batch_that_the_smallest_shard_does_not_fill_is_lowered(tmp_path: Path
     few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
     flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
     told = call("auto", "digits", *flags)
-    assert told.returncode == 0 and "(32) is lowered to 12: half of the smallest shard" in told.stdout, str(told)
+    assert told.returncode == 0 and "batch size 12 instead of 32: half of the 24 samples" in told.stdout, str(told)
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
     again = call("auto", "digits", *flags, "--resume")
     assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
     for asked, words in (
-        (["auto", "digits", "--batch-size", "25"], "--batch-size (25) is lowered to 12: half of the smallest shard"),
-        (["train"], "is lowered to 24: the smallest shard, which has 24 samples"),
+        (["auto", "digits", "--batch-size", "25"], "batch size 12 instead of 25: half of the 24 samples"),
+        (["train"], ": the 24 samples of the rank with the fewest"),
     ):
         lowered = call(*asked, *flags[:-1], str(tmp_path / asked[0]))
         assert lowered.returncode == 0 and words in lowered.stdout, str(lowered)

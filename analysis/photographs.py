@@ -58,7 +58,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "MobileNetV3-small": ("--model", "mobilenet_v3_small"),
     "ShuffleNet": ("--model", "shufflenet_v2_x0_5"),
     "ResNet-50": ("--model", "resnet50"),
-    "ViT-S/16": ("--model", "timm:vit_small_patch16_224"),
+    "ViT-S/16": ("--model", "timm:vit_small_patch16_224", "--lr", "0.001"),
 }
 """Network -> its flags."""
 Line = Mapping[str, Any]

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_source(folder: Path) -> None:
-    """Make small images of two classes, of which photographs are made in the smoke preset."""
+    """Make small images of two classes: the sources of the photographs in the smoke preset."""
     from PIL import Image
 
     for number in range(PRESETS["smoke"].photographs):

@@ -371,9 +371,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             hint = hint_at(rest[0].partition("=")[0], options.command)
             if not rest[0].startswith("-"):
                 hint = "; name data with --data or --data-dir" if options.command == "train" else "; give one DATA"
-                flag = next(iter(arguments[: arguments.index(rest[0]) - 1][-1:]), "")
-                if flag.startswith("--"):
-                    hint = f"; write the value of {flag} as one word, or in quotes"
+                place = arguments.index(rest[0])
+                if place > 1 and arguments[place - 2].startswith("--"):
+                    hint = f"; write the value of {arguments[place - 2]} as one word, or in quotes"
         raise UsageError(f"unknown argument '{rest[0]}'{hint}")
     return options
 

@@ -23,13 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hvfreeze
-from analysis.parts.run_files import EpochLines, describe
-from hvfreeze.cli import parse
-from hvfreeze.config.flags import configuration
+from analysis.parts.run_files import EpochLines, describe, run_script
 from hvfreeze.config.tree import Config
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.shards import stratified_subset
-from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.runs.clock import PhaseClock
 
@@ -65,12 +63,7 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train or fit and return the exit code. Collective."""
     hvd.init()
-    try:
-        run(configuration(parse(list(sys.argv[1:] if arguments is None else arguments))))
-    except HvfreezeError as error:
-        print(f"head_script: error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_script("head_script", run, arguments)
 
 
 def run(config: Config) -> None:

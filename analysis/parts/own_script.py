@@ -22,11 +22,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hvfreeze
 from analysis.parts.own_tasks import CodeNetwork, DigitsNetwork, code, digits
-from analysis.parts.run_files import EpochLines, describe
-from hvfreeze.cli import parse
-from hvfreeze.config.flags import configuration
+from analysis.parts.run_files import EpochLines, describe, run_script
 from hvfreeze.config.tree import Config
-from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.runs.clock import PhaseClock
 
 PROGRAM = "a Horovod script"
@@ -51,12 +49,7 @@ TASKS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and return the exit code. Collective."""
     hvd.init()
-    try:
-        train(configuration(parse(list(sys.argv[1:] if arguments is None else arguments))))
-    except HvfreezeError as error:
-        print(f"own_script: error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_script("own_script", train, arguments)
 
 
 def train(config: Config) -> None:

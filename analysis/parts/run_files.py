@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hvfreeze.cli import parse
+from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config, to_dict
+from hvfreeze.errors import HvfreezeError
 from hvfreeze.runs.clock import PhaseClock, train_seconds
 from hvfreeze.runs.environment import describe_environment, facts_of_this_rank
+
+
+def run_script(name: str, run: Callable[[Config], None], arguments: Sequence[str] | None) -> int:
+    """Call `run` with the configuration of the flags, by default the command line's, and return the exit code."""
+    try:
+        run(configuration(parse(list(sys.argv[1:] if arguments is None else arguments))))
+    except HvfreezeError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def describe(run_dir: Path, config: Config, *, program: str, size: int) -> None:

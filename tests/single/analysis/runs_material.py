@@ -25,6 +25,12 @@ FAST = {
 }
 
 
+def fail(command: object, log: Path, *, timeout: float) -> int:
+    """Stands in for `launching.follow`: the command fails, with a last line in its log."""
+    log.write_text("no memory\n")
+    return 1
+
+
 def made_up(planned: PlannedRun, site: Site, *, timeout: float = 0.0) -> Path:
     """Writes the run directory that such a run might have left."""
     run_dir = site.work / planned.name

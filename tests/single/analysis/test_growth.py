@@ -14,6 +14,7 @@ from analysis.parts import growth_rows
 from analysis.parts.growth_rows import MadeRows, Phases, left_for_solver, solve
 from hvfreeze.comm.resources import peak_memory_bytes
 from hvfreeze.heads.rows import Chunk
+from tests.single.analysis.runs_material import fail
 
 COUNT = 2 * growth_rows.PART + 100
 
@@ -64,10 +65,6 @@ def test_a_million_rows_leave_memory_for_the_solver_within_what_is_promised() ->
 def test_a_run_that_fails_is_told_with_its_last_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(command: object, log: Path, *, timeout: float) -> int:
-        log.write_text("no memory\n")
-        return 1
-
     monkeypatch.setattr(growth, "follow", fail)
     assert growth.main(["--preset", "smoke", "--out", str(tmp_path)]) == 3
     assert "1000 rows on 1 rank failed: no memory" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from analysis.photographs import BEFORE, MEASURES, NOW, PRESETS, Finished, Plann
 from analysis.sweeps.pages import claims
 from hvfreeze.data import reading
 from hvfreeze.data.reading import is_reduced
+from tests.single.analysis.runs_material import fail
 from tests.single.analysis.test_pages import MOST_WORDS, assert_readable
 
 SIZE = (1040, 780)
@@ -94,10 +95,6 @@ def test_finished_runs_are_skipped_and_parts_are_measured_alone(
 def test_a_run_that_fails_is_told_with_its_last_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(command: object, log: Path, *, timeout: float) -> int:
-        log.write_text("no memory\n")
-        return 1
-
     monkeypatch.setattr(photographs, "follow", fail)
     words = ["--preset", "smoke", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
     assert photographs.main([*words, "--only", "operators"]) == 3

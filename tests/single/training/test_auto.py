@@ -229,4 +229,4 @@ def test_epochs_of_few_samples_are_those_asked_for_where_there_is_no_trial(tmp_p
     outcome = call("auto", "digits", *flags, str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
     steps = json.loads((tmp_path / "run/summary.json").read_text())["steps"]
-    assert 6 <= steps <= 12, "3 epochs of 60 samples are 9 steps; those that are held out leave time for more"
+    assert 6 <= steps <= 12, "3 epochs of 60 samples are 9 steps; held-out samples leave time for more"

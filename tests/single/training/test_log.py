@@ -1,4 +1,4 @@
-"""The log of a run reads as a story: what is trained on what, how far it is, what decided, how it goes on."""
+"""The log of a run reads as a story: model and data, progress, decisions, next command."""
 
 from __future__ import annotations
 

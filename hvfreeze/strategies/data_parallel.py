@@ -80,10 +80,12 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
     costs = open_cost_inputs(context, config, freezer, size=world.size)
     training, evaluation = open_both_features(context, config, halves, costs, world=world)
     return DataParallel(
-        freezer,
-        halves,
-        training,
-        evaluation,
+        world=exchanging,
+        halves=halves,
+        training=training,
+        evaluation=evaluation,
+        clock=context.clock,
+        freezer=freezer,
         update=Update(freezer.optimizer, settings),
         objective=Objective(
             task=context.corpus.task,
@@ -100,7 +102,6 @@ def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -
             accumulate=settings.accumulate,
             say=context.say,
         ),
-        clock=context.clock,
         feed=context.feed,
         advice=advice_on(settings),
     )
@@ -129,36 +130,23 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
         ).on_all_ranks()
 
 
-@dataclass(eq=False)
-class DataParallel:
-    """Trains equal replicas; see `Strategy` for its methods."""
+@dataclass(eq=False, kw_only=True)
+class WholeReplicas:
+    """The common part of strategies whose ranks hold equal copies of the whole model; see `OpenModel`."""
 
     models: ClassVar[Sequence[str]] = (MODEL,)
-    freezer: Freezer
-    """Decides the cut; has the chain, the optimizer, the reducer and the world."""
+    world: World
+    """The ranks whose copies are equal."""
     halves: Halves
     training: Features
     evaluation: Features
-    update: Update
-    objective: Objective
-    compression: CompressionChoice | None
     clock: PhaseClock
     """Seconds of a step by phase."""
-    feed: TrainFeed
-    """The samples, for gradient probes of frozen blocks."""
-    advice: str
-    """Advice for the user after NaN or Inf."""
     _began: bool = False
     """Changes of the cut before the first epoch are applied to features when the model is complete."""
 
     def __post_init__(self) -> None:
-        self.chain, self.optimizer, self.reducer = self.freezer.chain, self.freezer.optimizer, self.freezer.reducer
-        self.freezer.prefix.on_move(self._follow_cut)
-
-    @property
-    def cut(self) -> int:
-        """The number of frozen blocks."""
-        return self.freezer.cut
+        self.chain = self.halves.chain
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Prepare for these batches. Collective."""
@@ -171,6 +159,60 @@ class DataParallel:
             self._began = True
             give_back()
             self._follow_cut()
+
+    def predict(self, batch: Batch) -> dict[str, Answers]:
+        """Return the logits of an evaluation batch. Not a collective."""
+        self.halves.be_in_mode(training=False)
+        with torch.no_grad():
+            logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
+        return {MODEL: Answers(logits, batch.labels)}
+
+    def check(self, *, step: int) -> str:
+        """Return the digest of the model; raises if copies differ. Collective."""
+        return check_replicas(self.chain.model, self.world, step=step)
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model, which every rank holds."""
+        yield WholeModel(MODEL, self.chain.model.state_dict())
+
+    def close(self) -> None:
+        """Publish cached rows and close all files."""
+        self.training.close()
+        self.evaluation.close()
+
+    def _cuts(self) -> Sequence[int]:
+        """Return the cuts so far, the current one last."""
+        raise NotImplementedError
+
+    def _follow_cut(self) -> None:
+        """Update both splits' activations after a change of the cut. Collective."""
+        for features in (self.training, self.evaluation):
+            features.move(self._cuts())
+
+
+@dataclass(eq=False, kw_only=True)
+class DataParallel(WholeReplicas):
+    """Trains equal replicas; see `Strategy` for its methods."""
+
+    freezer: Freezer
+    """Decides the cut; has the optimizer and the reducer."""
+    update: Update
+    objective: Objective
+    compression: CompressionChoice | None
+    feed: TrainFeed
+    """The samples, for gradient probes of frozen blocks."""
+    advice: str
+    """Advice for the user after NaN or Inf."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.optimizer, self.reducer = self.freezer.optimizer, self.freezer.reducer
+        self.freezer.prefix.on_move(self._follow_cut)
+
+    @property
+    def cut(self) -> int:
+        """The number of frozen blocks."""
+        return self.freezer.cut
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make one optimizer step. Collective."""
@@ -209,7 +251,7 @@ class DataParallel:
         clock.enter("data")
         if self.freezer.step == 1:
             # Now, before there is work to lose.
-            check_buffers(self.chain.named_buffers(), self.chain.modules(), self.freezer.world, step=1)
+            check_buffers(self.chain.named_buffers(), self.chain.modules(), self.world, step=1)
         if self.compression is not None:
             self.compression.after_step()
         answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
@@ -218,21 +260,6 @@ class DataParallel:
     def settle(self) -> None:
         """Average the running statistics; everything else is equal on all ranks after every step. Collective."""
         self.freezer.average_statistics()
-
-    def predict(self, batch: Batch) -> dict[str, Answers]:
-        """Return the logits of an evaluation batch. Not a collective."""
-        self.halves.be_in_mode(training=False)
-        with torch.no_grad():
-            logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
-        return {MODEL: Answers(logits, batch.labels)}
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the model; raises if replicas differ. Collective."""
-        return check_replicas(self.chain.model, self.freezer.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, which every rank holds."""
-        yield WholeModel(MODEL, self.chain.model.state_dict())
 
     def state_dict(self) -> State:
         """Return the model and optimizer, equal on all ranks, and this rank's statistics and accumulators."""
@@ -286,8 +313,7 @@ class DataParallel:
 
     def close(self) -> None:
         """Publish cached rows and close all files."""
-        self.training.close()
-        self.evaluation.close()
+        super().close()
         # Hooks on gradients would count another strategy's backward passes over the same model.
         self.reducer.carry([])
 
@@ -297,7 +323,7 @@ class DataParallel:
     def _stop_unless_finite(self, signals: Signals) -> None:
         """Raise NumericsError on all ranks in the same step if a loss or an averaged gradient is NaN or Inf."""
         if signals.nonfinite:
-            what = f"the loss is NaN or Inf on {signals.nonfinite} of {plural(self.freezer.world.size, 'rank')}"
+            what = f"the loss is NaN or Inf on {signals.nonfinite} of {plural(self.world.size, 'rank')}"
         elif not self.reducer.gradients_are_finite():
             what = "the gradients contain NaN or Inf"
         else:
@@ -323,11 +349,13 @@ class DataParallel:
         with in_evaluation(self.chain.model):
             self.freezer.probe(losses())
 
+    def _cuts(self) -> Sequence[int]:
+        return self.freezer.prefix.cuts
+
     def _follow_cut(self) -> None:
         """Update both splits' activations, and the choice of compression, after a change of the cut. Collective."""
         if self._began:
-            for features in (self.training, self.evaluation):
-                features.move(self.freezer.prefix.cuts)
+            super()._follow_cut()
             if self.compression is not None:
                 self.compression.follow()
 

@@ -15,10 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvfreeze.allocator import give_back
-from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.resources import memory_budget
-from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.frozen_prefix import hold_still
@@ -28,11 +25,11 @@ from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
-from hvfreeze.prefix.features import Features, Halves
-from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.reading import Move
-from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, WholeModel
+from hvfreeze.strategies.base import BuildContext, State
 from hvfreeze.strategies.build_parts import open_both_features
+from hvfreeze.strategies.data_parallel import WholeReplicas
 from hvfreeze.tasks import Task
 
 CUT = 1
@@ -55,7 +52,16 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)
     task, labels = context.corpus.task, context.corpus.train.labels
     weights = task.weights_of(labels, torch.arange(len(labels))).numpy()
-    return FittedHead(world, halves, training, evaluation, context.clock, config.head.centres, task, weights)
+    return FittedHead(
+        world=world,
+        halves=halves,
+        training=training,
+        evaluation=evaluation,
+        clock=context.clock,
+        centres=config.head.centres,
+        task=task,
+        weights=weights,
+    )
 
 
 def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
@@ -67,39 +73,19 @@ def passes_to_fit(context: BuildContext, memory_bytes: int) -> float:
     return float(views * times_asked_for([*(few or ()), *others], layer, memory_bytes=memory_bytes))
 
 
-@dataclass(eq=False)
-class FittedHead:
+@dataclass(eq=False, kw_only=True)
+class FittedHead(WholeReplicas):
     """Frozen features and a fitted head, equal on all ranks; see `OpenModel`."""
 
-    models: ClassVar[Sequence[str]] = (MODEL,)
-    world: World
-    halves: Halves
-    training: Features
-    evaluation: Features
-    clock: PhaseClock
+    cut: ClassVar[int] = CUT
     centres: int | None
     """How many centres a kernel head has; None lets the fit choose."""
     task: Task
     """The kind of labels that the head predicts."""
     weights: NDArray[np.float32]
     """(samples,): how much each training sample counts."""
-    cut: int = CUT
     _exchanged_bytes: int = 0
     _summary: dict[str, Any] = field(default_factory=dict)
-    _began: bool = False
-
-    def __post_init__(self) -> None:
-        self.chain = self.halves.chain
-
-    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Prepare for these batches. Collective."""
-        if not self._began:
-            # Once the model is what it begins with.
-            self._began = True
-            give_back()
-            for features in (self.training, self.evaluation):
-                features.move([CUT])
-        (self.training if training else self.evaluation).begin_epoch(batches)
 
     def fit(
         self,
@@ -145,21 +131,6 @@ class FittedHead:
     def settle(self) -> None:
         """Do nothing: every rank has the same features and the same head."""
 
-    def predict(self, batch: Batch) -> dict[str, Answers]:
-        """Return the logits of an evaluation batch. Not a collective."""
-        self.halves.be_in_mode(training=False)
-        with torch.no_grad():
-            logits = self.halves.suffix(self.evaluation.of(batch), CUT).float()
-        return {MODEL: Answers(logits, batch.labels)}
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the model; raises if ranks differ. Collective."""
-        return check_replicas(self.chain.model, self.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, which every rank holds."""
-        yield WholeModel(MODEL, self.chain.model.state_dict())
-
     def state_dict(self) -> State:
         """Return the model, which is equal on all ranks."""
         model = self.chain.model.state_dict()
@@ -189,7 +160,5 @@ class FittedHead:
             **self._summary,
         }
 
-    def close(self) -> None:
-        """Publish cached rows and close all files."""
-        self.training.close()
-        self.evaluation.close()
+    def _cuts(self) -> Sequence[int]:
+        return [CUT]

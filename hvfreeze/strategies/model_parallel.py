@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,13 @@ from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import TensorLayout, gather_tensors
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.replica_sync import explain_difference
-from hvfreeze.comm.resources import peak_memory_bytes
+from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import RunBlocks, tensors_of
 from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import not_finite
+from hvfreeze.strategies.base import MODEL, WholeModel, not_finite
 from hvfreeze.wording import plural
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -78,12 +80,6 @@ def digest_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def gather_model(world: World, chain: Chain, local: Sequence[tuple[str, Tensor]], *, name: str) -> dict[str, Tensor]:
-    """Return the model's state_dict on rank 0 from the parts of all ranks, and an empty dict elsewhere. Collective."""
-    found = gather_tensors(world, local, name=name)
-    return state_of(chain, found) if world.rank == 0 else {}
-
-
 def state_of(chain: Chain, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the model's state_dict from its tensors, of which shared ones are given by their first name only."""
     model, firsts = chain.model, dict[int, str]()
@@ -92,67 +88,9 @@ def state_of(chain: Chain, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: found[names[key]] for key in chain.model.state_dict()}
 
 
-SIGNAL_BYTES = 5 * 8
-"""Bytes that a rank sends in `agree`."""
-
-
-def agree(
-    world: World,
-    *,
-    name: str,
-    step: int,
-    loss: float,
-    sound: bool,
-    gradients: Sequence[Tensor],
-    leave: bool,
-    with_norm: bool,
-    remedy: str,
-    replicas: int | None = None,
-) -> tuple[float, bool, float]:
-    """Return the mean loss, whether some rank must leave, and the norm of all gradients, before the update.
-
-    Equal on all ranks; the norm is 0 unless requested. Collective: every rank of `world` must call this.
-
-    Args:
-        world: all ranks.
-        name: name of the collective.
-        step: number of the step, for the error.
-        loss: this rank's part of the replicas' losses.
-        sound: whether all of this rank's gradients are finite.
-        gradients: this rank's gradients.
-        leave: this rank was asked to leave.
-        with_norm: whether to compute the gradients' norm.
-        remedy: advice against NaN and Inf.
-        replicas: number of replicas, each with a loss and equal gradients; None if the model exists once.
-
-    Raises:
-        NumericsError: a loss or a gradient is NaN or Inf; on all ranks.
-    """
-    squares, finite = 0.0, math.isfinite(loss)
-    if sound and with_norm and gradients:
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        squares = float((torch.stack(norms) ** 2).sum())
-    # The first three are whole numbers, whose sums are exact.
-    local = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
-    losses, broken, leaving, total, squares = world.allreduce_sum(local, name=name).tolist()
-    if losses:
-        where = "" if replicas is None else f" on {int(losses)} of {plural(replicas, 'replica')}"
-        raise not_finite(step, f"the loss is NaN or Inf{where}", remedy)
-    if broken:
-        raise not_finite(step, f"NaN or Inf in the gradients of {int(broken)} of {plural(world.size, 'rank')}", remedy)
-    return total / (replicas or 1), bool(leaving), math.sqrt(squares / (replicas or 1))
-
-
 def gradients_of(named: Named) -> list[Tensor]:
     """Return the gradients that exist."""
     return [parameter.grad for _, parameter in named if parameter.grad is not None]
-
-
-def clip(gradients: Iterable[Tensor], norm: float, most: float | None) -> None:
-    """Scale gradients with this norm down to `most`, if there is such a limit."""
-    if most is not None and norm > most:
-        for gradient in gradients:
-            gradient.mul_(most / norm)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
@@ -174,10 +112,126 @@ def optimizer_bytes(*optimizers: torch.optim.Optimizer | None) -> int:
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
-def cost_of_rank(clock: PhaseClock, wire: Wire, lanes: Iterable[str] | None = None) -> dict[str, float]:
-    """Return a rank's resource use for a strategy's report; waiting is counted on `lanes`, by default on all."""
-    return {
-        "peak_memory_bytes": peak_memory_bytes(),
-        "cpu_seconds": clock.processor_seconds(),
-        "wait_seconds": wire.wait_seconds(lanes),
-    }
+@dataclass(eq=False, kw_only=True)
+class SplitStrategy:
+    """The common part of strategies whose ranks hold different blocks; see `Strategy`."""
+
+    models: ClassVar[Sequence[str]] = (MODEL,)
+    chain: Chain
+    """The whole model; this rank has the tensors of its own blocks only."""
+    world: World
+    wire: Wire
+    clock: PhaseClock
+    """Seconds of a step by phase."""
+    clip_grad: float | None = None
+    """The largest norm of all ranks' gradients together; None if each rank clips its own, or none does."""
+    signal_bytes: int = 0
+    """Bytes that this rank has sent to agree with all others on each step."""
+
+    def __post_init__(self) -> None:
+        end_set_up()
+
+    def settle(self) -> None:
+        """Do nothing: every block is on one rank."""
+
+    def check(self, *, step: int) -> str:
+        """Return a digest that is independent of where blocks are; raises if copies of a block differ. Collective."""
+        found = gather_digests(self.world, self.chain, self._digests(), name="split.digest", step=step)
+        return digest_of(found[key] for key in sorted(found))
+
+    def whole_models(self) -> Iterator[WholeModel]:
+        """Yield the model, gathered on rank 0. Collective."""
+        found = gather_tensors(self.world, self._tensors(), name="split.model")
+        yield WholeModel(MODEL, state_of(self.chain, found) if self.world.rank == 0 else {})
+
+    def close(self) -> None:
+        """Do nothing: there are no files."""
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the whole model that this rank contributes."""
+        raise NotImplementedError
+
+    def _digests(self) -> Mapping[Any, str]:
+        """Return the digests of this rank's blocks."""
+        raise NotImplementedError
+
+    def _agree(
+        self,
+        *,
+        step: int,
+        loss: float,
+        sound: bool,
+        gradients: Sequence[Tensor],
+        leave: bool,
+        remedy: str,
+        replicas: int | None = None,
+    ) -> tuple[float, bool]:
+        """Return the mean loss, and whether some rank must leave; clip the gradients of all ranks together.
+
+        Equal on all ranks. Collective: every rank must call this before its update.
+
+        Args:
+            step: number of the step, for the error.
+            loss: this rank's part of the replicas' losses.
+            sound: whether all of this rank's gradients are finite.
+            gradients: this rank's gradients.
+            leave: this rank was asked to leave.
+            remedy: advice against NaN and Inf.
+            replicas: number of replicas, each with a loss and equal gradients; None if the model exists once.
+
+        Raises:
+            NumericsError: a loss or a gradient is NaN or Inf; on all ranks.
+        """
+        self.clock.enter("allreduce")
+        squares, finite, size = 0.0, math.isfinite(loss), self.world.size
+        if sound and self.clip_grad is not None and gradients:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            squares = float((torch.stack(norms) ** 2).sum())
+        # The first three are whole numbers, whose sums are exact.
+        local = torch.tensor([not finite, not sound, leave, loss if finite else 0.0, squares], dtype=torch.float64)
+        losses, broken, leaving, total, squares = self._sum(local).tolist()
+        if losses:
+            where = "" if replicas is None else f" on {int(losses)} of {plural(replicas, 'replica')}"
+            raise not_finite(step, f"the loss is NaN or Inf{where}", remedy)
+        if broken:
+            raise not_finite(step, f"NaN or Inf in the gradients of {int(broken)} of {plural(size, 'rank')}", remedy)
+        self.clock.enter("optimizer")
+        norm = math.sqrt(squares / (replicas or 1))
+        if self.clip_grad is not None and norm > self.clip_grad:
+            for gradient in gradients:
+                gradient.mul_(self.clip_grad / norm)
+        return total / (replicas or 1), bool(leaving)
+
+    def _sum(self, signals: Tensor) -> Tensor:
+        """Return the sum of all ranks' signals of a step. Collective."""
+        self.signal_bytes += signals.nbytes if self.world.size > 1 else 0
+        return self.world.allreduce_sum(signals, name="split.signals")
+
+    def _counts(self, lanes: Iterable[str] | None = None) -> dict[str, int]:
+        """Return the bytes that this rank has sent, for a checkpoint; on `lanes`, by default on all."""
+        return {"signals": self.signal_bytes, **self.wire.bytes_sent(lanes)}
+
+    def _count_on(self, counts: Mapping[str, int]) -> None:
+        """Load `_counts`."""
+        sent = dict(counts)
+        self.signal_bytes = sent.pop("signals", 0)
+        self.wire.count_on(sent)
+
+    def _numbers_of_ranks(
+        self, local: Mapping[str, Any], lanes: Iterable[str] | None = None
+    ) -> tuple[dict[str, list[Any]], Counter[str]]:
+        """Return `local` and the resource use of every rank, as lists by rank, and the bytes sent by lane. Collective.
+
+        Waiting is counted on `lanes`, by default on all.
+        """
+        own = {
+            **local,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "cpu_seconds": self.clock.processor_seconds(),
+            "wait_seconds": self.wire.wait_seconds(lanes),
+        }
+        gathered = self.world.allgather_object((own, self.wire.bytes_sent()), name="split.report")
+        sent = Counter[str]()
+        for _, theirs in gathered:
+            sent.update(theirs)
+        return {key: [numbers[key] for numbers, _ in gathered] for key in own}, sent

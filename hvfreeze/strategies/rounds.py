@@ -7,7 +7,7 @@ model, and continue from their own afterwards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,83 +21,28 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.strategies.base import StepResult, WholeModel
 from hvfreeze.strategies.data_parallel import DataParallel
 
-SIGNAL_BYTES = 8
-"""Bytes that a rank sends at the end of a round."""
 
-
-@dataclass
-class Rounds:
-    """A run's position in its rounds. A rank with NaN or Inf waits for the end of the round."""
-
-    world: World
-    local_steps: int
-    """Steps of a round."""
-    ended: int = 0
-    done: int = 0
-    """Steps made in the current round, which may extend over the end of an epoch."""
-    signal_bytes: int = 0
-    _broken: str = ""
-    """The reason why this rank trains no more, or ""."""
-
-    def step_locally(self, step: Callable[[], StepResult]) -> StepResult:
-        """Make and count a step of this rank; only count it if this rank trains no more. Not a collective."""
-        self.done += 1
-        if not self._broken:
-            try:
-                return step()
-            except NumericsError as error:
-                self._broken = str(error)
-        return StepResult({}, {}, leave=False)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the last step ended its round; equal on all ranks."""
-        return self.done == self.local_steps
-
-    def meet(self, *, leave: bool = False) -> bool:
-        """Return True if some rank was asked to leave. Collective.
-
-        Raises:
-            NumericsError: a rank trains no more; on all ranks.
-        """
-        told = torch.tensor([leave, bool(self._broken)], dtype=torch.int32)
-        self.signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        leaves, broken = self.world.allreduce_sum(told, name="round.signals").tolist()
-        if broken:
-            reasons = self.world.allgather_object(self._broken, name="round.broken")
-            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-            raise NumericsError(f"rank {rank}: {reason}")
-        return bool(leaves)
-
-    def end(self) -> None:
-        """Start the next round."""
-        self.ended, self.done = self.ended + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position; equal on all ranks."""
-        return {"ended": self.ended, "done": self.done, "signal_bytes": self.signal_bytes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
-        self.ended, self.done, self.signal_bytes = state["ended"], state["done"], state["signal_bytes"]
-
-    @staticmethod
-    def at_round_start(state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state at the begin of the next round."""
-        unfinished = int(state["done"] > 0)
-        return {**state, "ended": state["ended"] + unfinished, "done": 0}
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RoundStrategy:
-    """The common part of strategies whose ranks train alone in rounds; see `Strategy`."""
+    """The common part of strategies whose ranks train alone in rounds; see `Strategy`.
+
+    A rank with NaN or Inf trains no more, and waits for the end of the round.
+    """
 
     replica: DataParallel
     """This rank's replica, in a separate world."""
     world: World
     """All ranks."""
     wire: Wire
-    rounds: Rounds
+    local_steps: int
+    """Steps of a round."""
+    rounds: int = 0
+    """Rounds that have ended."""
+    done: int = 0
+    """Steps made in the current round, which may extend over the end of an epoch."""
+    signal_bytes: int = 0
+    _broken: str = ""
+    """The reason why this rank trains no more, or ""."""
 
     @property
     def cut(self) -> int:
@@ -114,6 +59,28 @@ class RoundStrategy:
         if not training:
             self._look()
         self.replica.begin_epoch(batches, training=training)
+
+    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
+        """Make a step of this rank alone; all ranks synchronize at the begin and end of a round.
+
+        Collective there; at the end it also becomes known that a rank was asked to leave, or met NaN or Inf.
+        """
+        self._continue_alone()
+        self.done += 1
+        result = StepResult({}, {}, leave=False)
+        if not self._broken:
+            try:
+                result = self._step_alone(batches, rate=rate)
+            except NumericsError as error:
+                self._broken = str(error)
+        self._count(batches, result)
+        if self.done < self.local_steps:
+            return result
+        with self.replica.clock.within("allreduce"):
+            leaves = self._meet(leave=leave)
+            self._synchronize()
+        self.rounds, self.done = self.rounds + 1, 0
+        return StepResult(result.losses, result.answers, leave=leaves)
 
     def settle(self) -> None:
         """Do nothing: evaluations and checkpoints already see one common model."""
@@ -136,9 +103,52 @@ class RoundStrategy:
         """Show one common model on all ranks, until the next step. Collective."""
         raise NotImplementedError
 
+    def _continue_alone(self) -> None:
+        """Prepare this rank for its next step. Collective at the begin of a round."""
+        raise NotImplementedError
+
+    def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
+        """Make a step; raise NumericsError, before the update, on this rank only."""
+        raise NotImplementedError
+
+    def _count(self, batches: Sequence[Batch], result: StepResult) -> None:
+        """Note a step, also one that a rank with NaN or Inf did not make."""
+
+    def _synchronize(self) -> None:
+        """Bring the results of a round together. Collective."""
+        raise NotImplementedError
+
+    def _meet(self, *, leave: bool = False) -> bool:
+        """Return True if some rank was asked to leave. Collective.
+
+        Raises:
+            NumericsError: a rank trains no more; on all ranks.
+        """
+        signals = torch.tensor([leave, bool(self._broken)], dtype=torch.int32)
+        self.signal_bytes += signals.nbytes if self.world.size > 1 else 0
+        leaves, broken = self.world.allreduce_sum(signals, name="round.signals").tolist()
+        if broken:
+            reasons = self.world.allgather_object(self._broken, name="round.broken")
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            raise NumericsError(f"rank {rank}: {reason}")
+        return bool(leaves)
+
+    def _position(self) -> dict[str, int]:
+        """Return the position in the rounds for a checkpoint; equal on all ranks."""
+        return {"ended": self.rounds, "done": self.done, "signal_bytes": self.signal_bytes}
+
+    def _continue_from(self, position: dict[str, int]) -> None:
+        """Load a `_position`."""
+        self.rounds, self.done, self.signal_bytes = position["ended"], position["done"], position["signal_bytes"]
+
     def _sent_by_all(self) -> Counter[str]:
         """Return the bytes that all ranks have sent, by lane. Collective."""
         sent = Counter[str]()
         for theirs in self.world.allgather_object(self.wire.bytes_sent(), name="round.report"):
             sent.update(theirs)
         return sent
+
+
+def next_round(position: dict[str, Any]) -> dict[str, Any]:
+    """Return the position at the begin of the next round."""
+    return {**position, "ended": position["ended"] + int(position["done"] > 0), "done": 0}

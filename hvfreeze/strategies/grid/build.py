@@ -107,8 +107,19 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     stage = raise_on_all_ranks(world, opened, name="grid.freezer")
     digests = FrozenDigests(world, chain)
     pipelines = open_pipelines(context, config, stage, digests, halves, boundaries, keeps=keeps)
-    both, clock, say = (context.feed.images, context.evaluated), context.clock, context.say
-    return Grid(facts, stage, pipelines, both, digests, world, clock, say, clip_grad=settings.clip_grad)
+    return Grid(
+        chain=chain,
+        world=world,
+        wire=wire,
+        clock=context.clock,
+        clip_grad=settings.clip_grad,
+        facts=facts,
+        stage=stage,
+        pipelines=pipelines,
+        images=(context.feed.images, context.evaluated),
+        digests=digests,
+        say=context.say,
+    )
 
 
 def open_pipelines(

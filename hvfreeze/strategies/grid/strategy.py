@@ -12,42 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
+
+from torch import Tensor
 
 from hvfreeze.comm.replica_sync import check_buffers
-from hvfreeze.comm.resources import end_set_up
-from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import DivergedError, RefusedError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import NOTHING_KEPT
-from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult
 from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, FrozenDigests, merged
 from hvfreeze.strategies.grid.partitioning import MOVING, GridFacts, LocalStage, Partitioning, repartitioned
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline, joined
-from hvfreeze.strategies.model_parallel import (
-    SIGNAL_BYTES,
-    agree,
-    block_digests,
-    clip,
-    cost_of_rank,
-    digest_of,
-    gather_digests,
-    gather_model,
-    gradients_of,
-    optimizer_bytes,
-)
+from hvfreeze.strategies.model_parallel import SplitStrategy, block_digests, gradients_of, optimizer_bytes
 from hvfreeze.wording import plural
 
 
-@dataclass(eq=False)
-class Grid:
+@dataclass(eq=False, kw_only=True)
+class Grid(SplitStrategy):
     """Trains this rank's blocks; see `Strategy` for its methods."""
 
-    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: GridFacts
     stage: LocalStage
     """This rank's blocks."""
@@ -56,20 +43,10 @@ class Grid:
     images: tuple[Inputs, Inputs]
     """Images of both, in this order; read where batches enter the pipeline."""
     digests: FrozenDigests
-    world: World
-    clock: PhaseClock
-    """Seconds of a step by phase."""
     say: Callable[[str], None]
     """Logs a line for the user; does nothing except on rank 0."""
-    clip_grad: float | None
-    """The largest norm of all blocks' gradients."""
-    _signal_bytes: int = 0
     _others: list[Batch] = field(default_factory=list)
     """The evaluation batches for which other pipelines of this replica answer."""
-
-    def __post_init__(self) -> None:
-        self.chain = self.stage.chain
-        end_set_up()
 
     @property
     def freezer(self) -> Freezer:
@@ -103,22 +80,15 @@ class Grid:
         clock.enter("allreduce")
         reducer.finish()
         gradients = gradients_of(reducer.carried)
-        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        mean_loss, any_leaves, norm = agree(
-            self.world,
-            name="grid.signals",
+        mean_loss, any_leaves = self._agree(
             step=self.freezer.step,
             loss=0.0 if result is None else result.share,
             sound=reducer.gradients_are_finite(),
             gradients=gradients,
             leave=leave,
-            with_norm=self.clip_grad is not None,
             remedy="lower --lr, or add --lr-warmup or --clip-grad",
             replicas=self.stage.mesh.replicas,
         )
-
-        clock.enter("optimizer")
-        clip(gradients, norm, self.clip_grad)
         self.stage.update.make(rate)
 
         # All ranks, at the end of an interval: the vote, and the same cut in the same step.
@@ -146,25 +116,13 @@ class Grid:
         logits = self.pipelines[1].answer(batch)
         return {} if logits is None else {MODEL: Answers(logits, batch.labels)}
 
-    def check(self, *, step: int) -> str:
-        """Return a digest over all blocks, independent of the cuts; raises if replicas differ. Collective."""
-        local = block_digests(self.chain, range(*self.stage.segment))
-        found = gather_digests(self.world, self.chain, local, name="grid.digest", step=step)
-        return digest_of(found[block] for block in sorted(found))
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, gathered on rank 0 from its pipeline. Collective."""
-        local = self.stage.segment if self.stage.mesh.replica == 0 else (0, 0)
-        tensors = tensors_of(self.chain, local)
-        yield WholeModel(MODEL, gather_model(self.world, self.chain, tensors, name="grid.model"))
-
     def state_dict(self) -> State:
         """Return this rank's blocks and their optimizer state; a checkpoint contains a copy per replica."""
         own = {
             "grid": {**self.facts.identity(), "deals": [each.plain() for each in self.stage.partitionings]},
             **self.stage.state(),
-            "signals": self._signal_bytes,
-            "sent": self.stage.wire.bytes_sent(),
+            "signals": self.signal_bytes,
+            "sent": self.wire.bytes_sent(),
         }
         return State({}, own)
 
@@ -183,9 +141,8 @@ class Grid:
                 f"{self.facts.identity()}; resume with the settings of the checkpoint"
             )
         self.stage.put_back(partitionings, own)
-        self._signal_bytes = own["signals"]
+        self._count_on({"signals": own["signals"], **own["sent"]})
         self.digests.forget()
-        self.stage.wire.count_on(own["sent"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -198,25 +155,23 @@ class Grid:
 
     def report(self) -> dict[str, Any]:
         """Return the cut's history, the exchanged bytes, and each rank's resource use. Collective."""
-        freezer, facts, wire = self.freezer, self.facts, self.stage.wire
-        by_rank = {
+        freezer, facts = self.freezer, self.facts
+        local = {
             "allreduce_bytes": freezer.reducer.payload_bytes,
+            "other_bytes": freezer.reducer.other_bytes + self.signal_bytes,
             "parameter_bytes": sum(tensor.nbytes for _, tensor in tensors_of(self.chain, self.stage.segment)),
             "optimizer_bytes": optimizer_bytes(freezer.optimizer),
-            **cost_of_rank(self.clock, wire, LANES),
+            "cache": self.pipelines[0].rows.report(),
         }
-        other_bytes = freezer.reducer.other_bytes + self._signal_bytes
-        local = (by_rank, other_bytes, wire.bytes_sent(), self.pipelines[0].rows.report())
-        ranks, others, every_sent, caches = zip(*self.world.allgather_object(local, name="grid.report"))
+        ranks, sent = self._numbers_of_ranks(local, LANES)
         cache: dict[str, Any] = {}
-        for each in caches:
+        for each in ranks.pop("cache"):
             cache = merged(cache, each) if each else cache
-        total = {lane: sum(each[lane] for each in every_sent) for lane in wire.counts}
         return {
             "cut_history": freezer.cut_history,
             # Partitions differ in size: those of the rank with most.
-            "allreduce_bytes": max(each["allreduce_bytes"] for each in ranks),
-            "other_collective_bytes": max(others),
+            "allreduce_bytes": max(ranks["allreduce_bytes"]),
+            "other_collective_bytes": max(ranks.pop("other_bytes")),
             "cache": {**(cache or NOTHING_KEPT), "mode": facts.cache},
             "grid": {
                 **facts.shape(),
@@ -226,11 +181,11 @@ class Grid:
                     {**each.plain(), "replicas": facts.replicas * facts.parts // each.parts}
                     for each in self.stage.partitionings
                 ],
-                "wire_bytes": {lane: total[lane] for lane in LANES},
-                "evaluation_wire_bytes": total[EVALUATION],
-                "errand_bytes": total[REMOTE_ROWS],
-                "moved_bytes": total[MOVING],
-                **{key: [each[key] for each in ranks] for key in by_rank},
+                "wire_bytes": {lane: sent[lane] for lane in LANES},
+                "evaluation_wire_bytes": sent[EVALUATION],
+                "errand_bytes": sent[REMOTE_ROWS],
+                "moved_bytes": sent[MOVING],
+                **ranks,
             },
         }
 
@@ -238,6 +193,12 @@ class Grid:
         """Publish cached rows and close all files."""
         for pipeline in self.pipelines:
             pipeline.rows.close()
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return tensors_of(self.chain, self.stage.segment if self.stage.mesh.replica == 0 else (0, 0))
+
+    def _digests(self) -> Mapping[int, str]:
+        return block_digests(self.chain, range(*self.stage.segment))
 
     def _check_cut(self) -> None:
         """Raise DivergedError on all ranks if partitions, which count votes separately, differ in the cut. Collective.

@@ -81,18 +81,20 @@ def open_local_critics(context: BuildContext, config: Config) -> LocalCritics:
     drop_other_groups(exits, plan, rank=world.rank)
     wire = open_wire(world, [*LANES, *EVALUATION])
     return LocalCritics(
-        CriticFacts(cut=cut, critic_every=LocalCriticsConfig.of(config).critic_every, placed=placed),
-        exits,
-        groups,
-        Line(plan, world.rank, wire, boundaries, context.clock),
+        chain=chain,
+        world=world,
+        wire=wire,
+        clock=context.clock,
+        facts=CriticFacts(cut=cut, critic_every=LocalCriticsConfig.of(config).critic_every, placed=placed),
+        exits=exits,
+        groups=groups,
+        training=Line(plan, world.rank, wire, boundaries, context.clock),
         # Seconds of an evaluation are counted as a whole, by the loop.
-        Line(plan, world.rank, wire, boundaries, PhaseClock(), EVALUATION),
-        features,
-        counts,
-        halves,
-        world,
-        context.clock,
-        done,
+        evaluation=Line(plan, world.rank, wire, boundaries, PhaseClock(), EVALUATION),
+        features=features,
+        counts=counts,
+        halves=halves,
+        done=done,
     )
 
 

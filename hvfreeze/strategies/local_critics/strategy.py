@@ -12,34 +12,24 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import raise_on_all_ranks
-from hvfreeze.comm.resources import end_set_up
-from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
 from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
-from hvfreeze.prefix.features import NOTHING_KEPT, Features, Halves
-from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
 from hvfreeze.strategies.local_critics.group import LayerGroup
 from hvfreeze.strategies.local_critics.line import EVALUATION, LANES, Line, batches_ahead
-from hvfreeze.strategies.model_parallel import (
-    block_digests,
-    cost_of_rank,
-    digest_of,
-    gather_digests,
-    gather_model,
-    optimizer_bytes,
-)
+from hvfreeze.strategies.model_parallel import SplitStrategy, block_digests, optimizer_bytes
 from hvfreeze.tasks import classes_of
 from hvfreeze.wording import plural
 
@@ -72,11 +62,10 @@ class Signal(NamedTuple):
     handle: Any
 
 
-@dataclass(eq=False)
-class LocalCritics:
+@dataclass(eq=False, kw_only=True)
+class LocalCritics(SplitStrategy):
     """Trains this rank's groups; see `Strategy` for its methods."""
 
-    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: CriticFacts
     exits: EarlyExits
     """The whole model; this rank has only the tensors of its own groups."""
@@ -88,12 +77,9 @@ class LocalCritics:
     """On the first rank: the pipeline's input, in training and in evaluation."""
     counts: ExitCounts
     halves: Halves
-    world: World
-    clock: PhaseClock
     done: StepCount
     _began: bool = False
     _signals: deque[Signal] = field(default_factory=deque)
-    _signal_bytes: int = 0
     _leaving: bool = False
     _broken: bool = False
     """True after NaN or Inf in a loss or gradient of this rank: it makes no more updates."""
@@ -103,9 +89,8 @@ class LocalCritics:
     """Batches of the epoch that have not entered the pipeline."""
 
     def __post_init__(self) -> None:
-        self.chain = self.exits.chain
-        self._frozen = Seal(tensors_of(self.chain, (0, self.facts.cut)) if self.training.before is None else [])
-        end_set_up()
+        super().__post_init__()
+        self._seal_frozen()
 
     @property
     def cut(self) -> int:
@@ -204,30 +189,18 @@ class LocalCritics:
         self.counts.add([each[: batch.counted] for each in found], batch.labels[: batch.counted])
         return {MODEL: Answers(found[-1], batch.labels)}
 
-    def check(self, *, step: int) -> str:
-        """Return a digest over all blocks and critics, independent of the number of ranks. Collective."""
-        local: dict[tuple[str, int], str] = {}
-        for group in self.groups:
-            digests = block_digests(self.chain, range(*group.plan.blocks))
-            local |= {("block", block): digest for block, digest in digests.items()}
-            critic = [] if group.critic is None else list(group.critic.named_parameters())
-            local["critic", group.plan.number] = digest_tensors(critic)
-        # Each lies on one rank.
-        found = gather_digests(self.world, self.chain, local, name="critics.digest", step=step)
-        return digest_of(found[key] for key in sorted(found))
-
     def whole_models(self) -> Iterator[WholeModel]:
         """Yield the model with its critics, gathered on rank 0. Collective."""
-        local = [pair for group in self.groups for pair in group.named(CRITICS)]
         starts = tuple(start for start, _ in self.exits.groups[1:])
-        yield WholeModel(MODEL, gather_model(self.world, self.chain, local, name="critics.model"), exits=starts)
+        for whole in super().whole_models():
+            yield whole._replace(exits=starts)
 
     def state_dict(self) -> State:
         """Return this rank's groups, whose pending updates must be complete."""
         self._finish_learning()
         own = {
             "groups": {group.plan.number: group.state_dict() for group in self.groups},
-            "counts": {"signals": self._signal_bytes, **self.training.wire.bytes_sent(LANES)},
+            "counts": self._counts(LANES),
         }
         return State({"local_critics": self._identity(), "steps": self.done.steps}, own)
 
@@ -246,10 +219,8 @@ class LocalCritics:
         for group in self.groups:
             group.load_state_dict(state.own["groups"][group.plan.number])
         self.done.steps = state.shared["steps"]
-        sent = dict(state.own["counts"])
-        self._signal_bytes = sent.pop("signals")
-        self.training.wire.count_on(sent)
-        self._frozen = Seal(tensors_of(self.chain, (0, self.facts.cut)) if self.training.before is None else [])
+        self._count_on(state.own["counts"])
+        self._seal_frozen()
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -262,34 +233,31 @@ class LocalCritics:
             counts.update(own["counts"])
         for rank, (start, stop) in enumerate(self.facts.placed(size)):
             local = {number: groups[number] for number in range(start, stop)}
-            yield {"groups": local, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
+            yield {"groups": local, "counts": dict(counts) if rank == 0 else {}}
 
     def report(self) -> dict[str, Any]:
         """Return the exchanged bytes, each rank's resource use, and the accuracy of exits. Collective."""
-        wire = self.training.wire
-        by_rank = {
-            "parameter_bytes": sum(tensor.nbytes for group in self.groups for _, tensor in group.named(CRITICS)),
+        local = {
+            "signal_bytes": self.signal_bytes,
+            "parameter_bytes": sum(tensor.nbytes for _, tensor in self._tensors()),
             "optimizer_bytes": sum(optimizer_bytes(each.optimizer, each.critic_optimizer) for each in self.groups),
-            **cost_of_rank(self.clock, wire, LANES),
+            "cache": None if self.features is None else self.features[0].report(),
+            "exits": self.counts.summary(),
         }
-        cache = dict(NOTHING_KEPT) if self.features is None else self.features[0].report()
-        local = (by_rank, self._signal_bytes, wire.bytes_sent(), cache, self.counts.summary())
-        ranks, others, every_sent, caches, found = zip(
-            *self.world.allgather_object(local, name="critics.report"), strict=True
-        )
+        ranks, sent = self._numbers_of_ranks(local, LANES)
         return {
             "cut_history": [Move(0, 0, self.cut)],
             "allreduce_bytes": 0,
-            "other_collective_bytes": max(others),
-            "cache": caches[0],
+            "other_collective_bytes": max(ranks.pop("signal_bytes")),
+            "cache": ranks.pop("cache")[0],
             "critics": {
                 "groups": [list(group) for group in self.exits.groups],
                 "groups_by_rank": [list(groups) for groups in self.training.plan.ranks],
                 "critic_every": self.facts.critic_every,
-                **found[-1],
-                "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
-                "evaluation_wire_bytes": sum(each[lane] for each in every_sent for lane in EVALUATION),
-                **{key: [each[key] for each in ranks] for key in by_rank},
+                **ranks.pop("exits")[-1],
+                "wire_bytes": {lane: sent[lane] for lane in LANES},
+                "evaluation_wire_bytes": sum(sent[lane] for lane in EVALUATION),
+                **ranks,
             },
         }
 
@@ -297,6 +265,21 @@ class LocalCritics:
         """Publish cached rows and close all files."""
         for features in self.features or ():
             features.close()
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [pair for group in self.groups for pair in group.named(CRITICS)]
+
+    def _digests(self) -> Mapping[tuple[str, int], str]:
+        local: dict[tuple[str, int], str] = {}
+        for group in self.groups:
+            digests = block_digests(self.chain, range(*group.plan.blocks))
+            local |= {("block", block): digest for block, digest in digests.items()}
+            critic = [] if group.critic is None else list(group.critic.named_parameters())
+            local["critic", group.plan.number] = digest_tensors(critic)
+        return local
+
+    def _seal_frozen(self) -> None:
+        self._frozen = Seal(tensors_of(self.chain, (0, self.cut)) if self.training.before is None else [])
 
     def _load(self, batch: Batch, *, training: bool) -> Tensor:
         assert self.features is not None, "batches enter the pipeline on the first rank"
@@ -314,7 +297,7 @@ class LocalCritics:
         # As many names as there are signals under way at most.
         name = f"critics.signals.{step % (batches_ahead(self.world.size) + 1)}"
         self._signals.append(Signal(step, numbers, self.world.start_allreduce_(numbers, name=name)))
-        self._signal_bytes += numbers.nbytes if self.world.size > 1 else 0
+        self.signal_bytes += numbers.nbytes if self.world.size > 1 else 0
 
     def _hear(self, *, ahead: int) -> None:
         """Receive signals except those of the last `ahead` steps; stop on all ranks if one must."""

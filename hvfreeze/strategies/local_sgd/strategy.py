@@ -32,7 +32,7 @@ from hvfreeze.data.batches import Batch
 from hvfreeze.strategies.base import Answers, BuildContext, State, StepResult
 from hvfreeze.strategies.data_parallel import open_replicas, pooled
 from hvfreeze.strategies.local_sgd.settings import LocalSgdConfig
-from hvfreeze.strategies.rounds import Rounds, RoundStrategy
+from hvfreeze.strategies.rounds import RoundStrategy, next_round
 from hvfreeze.wording import plural
 
 LANES = ("parts", "means")
@@ -51,10 +51,10 @@ def open_local_sgd(context: BuildContext, config: Config) -> LocalSgd:
     steps = LocalSgdConfig.of(config).local_steps
     context.say(f"local SGD: ranks train alone for {plural(steps, 'step')}, then average their models")
     wire = open_wire(world, [prefix + lane for prefix in ("", LOOKING) for lane in LANES])
-    return LocalSgd(replica, world, wire, Rounds(world, steps))
+    return LocalSgd(replica=replica, world=world, wire=wire, local_steps=steps)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LocalSgd(RoundStrategy):
     """Trains a replica on each rank, and averages them at the end of every round; see `Strategy`."""
 
@@ -63,21 +63,6 @@ class LocalSgd(RoundStrategy):
     _statistics_bytes: int = 0
     _kept: list[Tensor] = field(default_factory=list)
     """During a temporary average, the values from which this rank continues, in the order of `_moving`."""
-
-    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make a step of this rank alone; at the end of a round all ranks synchronize.
-
-        Collective at the end of a round, when it also becomes known that a rank was asked to leave or met NaN or Inf.
-        """
-        self._go_on()
-        result = self.rounds.step_locally(lambda: self.replica.step(batches, rate=rate, leave=False))
-        if not self.rounds.ends:
-            return result
-        with self.replica.clock.within("allreduce"):
-            leaves = self.rounds.meet(leave=leave)
-            self._payload_bytes += self._average(LANES)
-        self.rounds.end()
-        return StepResult(result.losses, result.answers, leave=leaves)
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the logits of an evaluation batch, of this rank's own model before `begin_epoch`. Not a collective."""
@@ -94,7 +79,7 @@ class LocalSgd(RoundStrategy):
             "statistics": moving[parameters:buffers],
             "buffers": moving[buffers:],
             "optimizer": state.shared["optimizer"],
-            "rounds": self.rounds.state_dict(),
+            "rounds": self._position(),
             "counts": self.wire.bytes_sent(),
         }
         shared = {key: value for key, value in state.shared.items() if key != "optimizer"}
@@ -114,7 +99,7 @@ class LocalSgd(RoundStrategy):
             # Checkpoints of earlier versions have none.
             for (_, buffer), saved in zip(self._buffers(), own.get("buffers", ())):
                 buffer.copy_(saved)
-        self.rounds.load_state_dict(own["rounds"])
+        self._continue_from(own["rounds"])
         self._payload_bytes, self._statistics_bytes = shared["exchanged"]
         self.wire.count_on(own["counts"])
 
@@ -137,7 +122,7 @@ class LocalSgd(RoundStrategy):
 
         base = pooled(passed_on(), restep=restep)
         parameters, optimizer = divided(totals[0], number)
-        rounds = Rounds.at_round_start(base["rounds"])
+        rounds = next_round(base["rounds"])
         state = {**base, "parameters": list(parameters), "optimizer": optimizer, "rounds": rounds}
         yield {**state, "counts": dict(counts)}
         yield from repeat({**state, "counts": {}}, size - 1)
@@ -148,10 +133,10 @@ class LocalSgd(RoundStrategy):
         return {
             **self.replica.report(),
             "allreduce_bytes": self._payload_bytes,
-            "other_collective_bytes": self.rounds.signal_bytes + self._statistics_bytes,
+            "other_collective_bytes": self.signal_bytes + self._statistics_bytes,
             "local_sgd": {
-                "local_steps": self.rounds.local_steps,
-                "rounds": self.rounds.ended,
+                "local_steps": self.local_steps,
+                "rounds": self.rounds,
                 "wire_bytes": {lane: sent[lane] for lane in LANES},
                 "evaluation_wire_bytes": sum(sent[LOOKING + lane] for lane in LANES),
             },
@@ -178,9 +163,9 @@ class LocalSgd(RoundStrategy):
         """
         if self._kept:
             return
-        self.rounds.meet()
+        self._meet()
         self._kept = [tensor.detach().clone() for tensor in self._moving()]
-        if self.rounds.done:
+        if self.done:
             parts, means = LANES
             self._average((LOOKING + parts, LOOKING + means))
         modules = self.replica.chain.modules(self.cut)
@@ -192,11 +177,17 @@ class LocalSgd(RoundStrategy):
             self._statistics_bytes += sum(buffer.nbytes for buffer in buffers.values())
 
     @torch.no_grad()
-    def _go_on(self) -> None:
+    def _continue_alone(self) -> None:
         """Restore this rank's own model after a temporary average."""
         for tensor, kept in zip(self._moving(), self._kept):
             tensor.copy_(kept)
         self._kept = []
+
+    def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
+        return self.replica.step(batches, rate=rate, leave=False)
+
+    def _synchronize(self) -> None:
+        self._payload_bytes += self._average(LANES)
 
     @torch.no_grad()
     def _average(self, lanes: tuple[str, str]) -> int:

@@ -101,14 +101,15 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
         drop_tensors(chain, segment[1], blocks)
 
     return SharedTrunk(
-        facts,
-        chain,
-        segment,
-        heads,
-        training,
-        evaluation,
+        chain=chain,
         world=world,
+        wire=training.line.wire,
         clock=context.clock,
+        facts=facts,
+        segment=segment,
+        heads=heads,
+        training=training,
+        evaluation=evaluation,
         settle_in=settle_in,
     )
 

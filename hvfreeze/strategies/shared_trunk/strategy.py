@@ -9,8 +9,9 @@ McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from hvfreeze.allocator import give_back
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import gather_tensors
 from hvfreeze.comm.resources import end_set_up
-from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
@@ -34,7 +34,7 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel, not_finite
-from hvfreeze.strategies.model_parallel import block_digests, cost_of_rank, digest_of, gather_digests, state_of
+from hvfreeze.strategies.model_parallel import SplitStrategy, block_digests, digest_of, gather_digests, state_of
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
@@ -141,32 +141,29 @@ class Head:
         self._random = state["random"]
 
 
-class SharedTrunk:
+@dataclass(eq=False, kw_only=True)
+class SharedTrunk(SplitStrategy):
     """Trains this rank's heads; see `Strategy` for its methods.
 
-    After `settle_in`, this rank holds only its `segment` of `chain`; `heads` are in the order of tasks. `settle_in` is
-    called once before the first epoch, when the run directory exists. It opens stored features, while the whole trunk
-    is present to check them, and drops the segments of other ranks; a collective.
+    After `settle_in`, this rank holds only its `segment` of `chain`.
     """
 
-    def __init__(
-        self,
-        facts: TrunkFacts,
-        chain: Chain,
-        segment: Segment,
-        heads: Sequence[Head],
-        training: TrunkFeatures,
-        evaluation: TrunkFeatures,
-        *,
-        world: World,
-        clock: PhaseClock,
-        settle_in: Callable[[], None],
-    ) -> None:
-        self.facts, self.chain, self.segment, self.heads = facts, chain, segment, heads
-        self.training, self.evaluation, self.world, self.clock = training, evaluation, world, clock
-        self._settle_in: Callable[[], None] | None = settle_in
-        self._steps, self._signal_bytes = 0, 0
-        self._seal = Seal(tensors_of(chain, segment))
+    facts: TrunkFacts
+    segment: Segment
+    heads: Sequence[Head]
+    """This rank's heads, in the order of tasks."""
+    training: TrunkFeatures
+    evaluation: TrunkFeatures
+    settle_in: Callable[[], None]
+    """Opens stored features, while the whole trunk is present to check them, and drops other ranks' segments.
+
+    A collective, called once before the first epoch, when the run directory exists.
+    """
+    _settled_in: bool = False
+    _steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._seal = Seal(tensors_of(self.chain, self.segment))
 
     @property
     def cut(self) -> int:
@@ -174,15 +171,15 @@ class SharedTrunk:
         return self.facts.cut
 
     @property
-    def models(self) -> Sequence[str]:
+    def models(self) -> Sequence[str]:  # type: ignore[override]
         """Names of the models, one per task."""
         return [f"model-{name}" for name in self.facts.names]
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Prepare for these batches. Collective."""
-        if self._settle_in is not None:
-            self._settle_in()
-            self._settle_in = None
+        if not self._settled_in:
+            self.settle_in()
+            self._settled_in = True
             end_set_up()
         if not training:
             # A run whose time is over ends in the middle of an epoch, with batches in the line.
@@ -204,8 +201,7 @@ class SharedTrunk:
         # All ranks: two numbers, and no parameter.
         clock.enter("allreduce")
         signals = torch.tensor([len(broken), int(leave)], dtype=torch.int32)
-        num_broken, num_leaving = self.world.allreduce_sum(signals, name="trunk.signals").tolist()
-        self._signal_bytes += signals.nbytes if self.world.size > 1 else 0
+        num_broken, num_leaving = self._sum(signals).tolist()
         if num_broken:
             self._stop(broken)
 
@@ -219,9 +215,6 @@ class SharedTrunk:
         clock.enter("data")
         return StepResult(losses=losses, answers=answers, leave=bool(num_leaving))
 
-    def settle(self) -> None:
-        """Do nothing: each model is on one rank."""
-
     def predict(self, batch: Batch) -> dict[str, Answers]:
         """Return the answers for an evaluation batch; all ranks request the same batches. Collective."""
         served = self.evaluation.of(batch)
@@ -233,9 +226,7 @@ class SharedTrunk:
 
     def check(self, *, step: int) -> str:
         """Return a digest over the trunk's blocks and every head, independent of the number of ranks. Collective."""
-        local: dict[Any, str] = block_digests(self.chain, range(*self.segment))
-        local |= {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
-        found = gather_digests(self.world, self.chain, local, name="trunk.digest", step=step)
+        found = gather_digests(self.world, self.chain, self._digests(), name="trunk.digest", step=step)
         return digest_of(f"{key} {found[key]}" for key in [*range(self.facts.depth), *self.facts.names])
 
     def whole_models(self) -> Iterator[WholeModel]:
@@ -252,8 +243,7 @@ class SharedTrunk:
 
     def state_dict(self) -> State:
         """Return this rank's heads; the trunk is not saved, only its identity."""
-        line = self.training.line
-        counts = {"forwards": line.forwards, "signals": self._signal_bytes, **line.wire.bytes_sent(LANES)}
+        counts = {"forwards": self.training.line.forwards, **self._counts(LANES)}
         own = {"heads": {head.task.name: head.state_dict() for head in self.heads}, "counts": counts}
         return State({"shared_trunk": self.facts.identity, "steps": self._steps}, own)
 
@@ -273,8 +263,8 @@ class SharedTrunk:
             head.load_state_dict(state.own["heads"][head.task.name])
         self._steps = state.shared["steps"]
         counts = dict(state.own["counts"])
-        self.training.line.forwards, self._signal_bytes = counts.pop("forwards"), counts.pop("signals")
-        self.training.line.wire.count_on(counts)
+        self.training.line.forwards = counts.pop("forwards", 0)
+        self._count_on(counts)
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -294,11 +284,11 @@ class SharedTrunk:
             )
         for rank in range(size):
             local = {name: heads[name] for name in self.facts.names[rank::size]}
-            yield {"heads": local, "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0)}
+            yield {"heads": local, "counts": dict(counts) if rank == 0 else {}}
 
     def report(self) -> dict[str, Any]:
         """Return the exchanged bytes, the cache's numbers, and each rank's resource use. Collective."""
-        facts, training, wire = self.facts, self.training, self.training.line.wire
+        facts, training = self.facts, self.training
         stores = list((training.stores or {}).values())
         both = [*stores, *(self.evaluation.stores or {}).values()]
         took = sum(store.counters.read_seconds + store.counters.write_seconds for store in stores)
@@ -307,35 +297,36 @@ class SharedTrunk:
             "bytes": sum(store.stored_bytes for store in stores),
             "rows_written": sum(store.counters.rows_written for store in stores),
             "rows_read": sum(store.counters.rows_read for store in stores),
+        }
+        local = {
+            **cache,
+            "exact": all(store.exact for store in both),
             # By batches that the line did not run for, less what the cache took.
             "seconds_saved": of_a_batch * training.batches_silent - took if stores else 0.0,
-        }
-        by_rank = {
             "trunk_bytes": segment_bytes(self.chain, self.segment),
             "forwards": training.line.forwards,
             "forward_seconds": self.clock.seconds["forward"],
-            **cost_of_rank(self.clock, wire),
+            "signal_bytes": self.signal_bytes,
         }
-        local = (all(store.exact for store in both), cache, by_rank, wire.bytes_sent())
-        exact, caches, ranks, every_sent = zip(*self.world.allgather_object(local, name="trunk.report"))
+        ranks, sent = self._numbers_of_ranks(local)
         return {
-            "other_collective_bytes": self._signal_bytes,
+            "other_collective_bytes": max(ranks.pop("signal_bytes")),
             "cut_history": [Move(0, 0, self.cut)],
             "allreduce_bytes": 0,
             "cache": {
                 "mode": facts.cache,
-                "exact": facts.exact and all(exact),
-                **{key: sum(each[key] for each in caches) for key in ("bytes", "rows_written", "rows_read")},
+                "exact": facts.exact and all(ranks.pop("exact")),
+                **{key: sum(ranks.pop(key)) for key in cache},
                 "seconds_saved_predicted": 0.0,
-                "seconds_saved": sum(each["seconds_saved"] for each in caches) / len(caches),
+                "seconds_saved": statistics.fmean(ranks.pop("seconds_saved")),
             },
             "trunk": {
                 "mode": "whole" if facts.whole else "split",
                 "segments": [list(segment) for segment in facts.segments],
                 "labels": facts.labels,
-                "wire_bytes": {lane: sum(each[lane] for each in every_sent) for lane in LANES},
-                "evaluation_wire_bytes": sum(each[lane] for each in every_sent for lane in each if lane not in LANES),
-                **{key: [each[key] for each in ranks] for key in by_rank},
+                "wire_bytes": {lane: sent[lane] for lane in LANES},
+                "evaluation_wire_bytes": sum(number for lane, number in sent.items() if lane not in LANES),
+                **ranks,
             },
         }
 
@@ -343,6 +334,10 @@ class SharedTrunk:
         """Publish cached rows and close all files."""
         self.training.close()
         self.evaluation.close()
+
+    def _digests(self) -> Mapping[Any, str]:
+        heads = {head.task.name: digest_tensors(head.tensors()) for head in self.heads}
+        return {**block_digests(self.chain, range(*self.segment)), **heads}
 
     def _labels(self, batch: Batch, *, training: bool) -> list[Tensor]:
         return [head.labels.of(batch, training=training) for head in self.heads]

@@ -57,19 +57,19 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
     optimizer = open_optimizer(named, settings, head=head)
     return StaleRing(
-        facts,
-        modules,
-        halves,
-        boundaries,
-        (context.feed.images, context.evaluated),
-        open_wire(world, [*LANES, EVALUATION]),
-        optimizer,
+        chain=chain,
+        world=world,
+        wire=open_wire(world, [*LANES, EVALUATION]),
+        clock=context.clock,
+        clip_grad=settings.clip_grad,
+        facts=facts,
+        modules=modules,
+        halves=halves,
+        boundaries=boundaries,
+        images=(context.feed.images, context.evaluated),
         # The norm of --clip-grad is that of all modules together, which no rank has alone.
-        Update(optimizer, replace(settings, clip_grad=None)),
-        Objective(task=context.corpus.task, smoothing=settings.label_smoothing),
-        world,
-        context.clock,
-        settings.clip_grad,
+        update=Update(optimizer, replace(settings, clip_grad=None)),
+        objective=Objective(task=context.corpus.task, smoothing=settings.label_smoothing),
     )
 
 

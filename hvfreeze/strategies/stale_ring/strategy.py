@@ -21,29 +21,18 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.agreement import TensorLayout
-from hvfreeze.comm.point_to_point import Wire
-from hvfreeze.comm.resources import end_set_up
-from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import RefusedError
-from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, tensors_of
 from hvfreeze.optim import Mixture, Objective, Update
 from hvfreeze.prefix.features import NOTHING_KEPT, Halves
-from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
-from hvfreeze.strategies.base import MODEL, Answers, State, StepResult, WholeModel
+from hvfreeze.strategies.base import MODEL, Answers, State, StepResult
 from hvfreeze.strategies.model_parallel import (
-    SIGNAL_BYTES,
-    agree,
+    SplitStrategy,
     block_digests,
-    clip,
-    cost_of_rank,
-    digest_of,
     expect,
-    gather_digests,
-    gather_model,
     gradients_of,
     optimizer_bytes,
     optimizer_state,
@@ -97,13 +86,12 @@ class RingFacts:
         }
 
 
-@dataclass(eq=False)
-class StaleRing:
+@dataclass(eq=False, kw_only=True)
+class StaleRing(SplitStrategy):
     """Trains this rank's modules; see `Strategy` for its methods."""
 
     cut: ClassVar[int] = 0
     """No block is ever frozen."""
-    models: ClassVar[Sequence[str]] = (MODEL,)
     facts: RingFacts
     modules: Mapping[int, RingModule]
     """This rank's modules by number."""
@@ -112,14 +100,8 @@ class StaleRing:
     """Layouts by depth, for a batch."""
     images: tuple[Inputs, Inputs]
     """Samples of training and of evaluation; read on the first rank only."""
-    wire: Wire
-    optimizer: torch.optim.Optimizer
     update: Update
     objective: Objective
-    world: World
-    clock: PhaseClock
-    clip_grad: float | None
-    """The largest norm of all modules' gradients."""
     steps: int = 0
     """Steps made so far; the number of the next batch."""
     _since: int = 0
@@ -128,15 +110,6 @@ class StaleRing:
     """The received gradient for the next backward pass of each module."""
     _expected: set[int] = field(default_factory=set)
     """Modules whose gradient is being received."""
-    _signal_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        end_set_up()
-
-    @property
-    def chain(self) -> Chain:
-        """The whole model's number of blocks; this rank has only its own modules' tensors."""
-        return self.halves.chain
 
     def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
         """Prepare for these batches; those of the previous epoch stay in the pipeline."""
@@ -148,7 +121,7 @@ class StaleRing:
         (batch,), clock, now = batches, self.clock, self.steps
         clock.enter("forward")
         self.halves.be_in_mode(training=True)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update.optimizer.zero_grad()
         stale, loss, logits = now >= self._first_stale(), 0.0, torch.empty(0)
         for part in sorted(self.modules):
             clock.enter("forward")
@@ -164,31 +137,21 @@ class StaleRing:
             for part in sorted(self.modules, reverse=True):
                 self._backward(part)
         self._weigh_tied()
-        clock.enter("allreduce")
         gradients = gradients_of(self._named())
-        self._signal_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
-        loss, any_leaves, norm = agree(
-            self.world,
-            name="ring.signals",
+        loss, any_leaves = self._agree(
             step=now,
             loss=loss,  # 0 on all ranks but one
             sound=all(bool(torch.isfinite(gradient).all()) for gradient in gradients),
             gradients=gradients,
             leave=leave,
-            with_norm=self.clip_grad is not None,
             remedy="lower --lr, raise --stale-after, or add --lr-warmup or --clip-grad",
         )
-        clock.enter("optimizer")
-        clip(gradients, norm, self.clip_grad)
         self.update.make(rate)
         self.steps += 1
         self._expect()
         clock.enter("data")
         answers = {MODEL: Answers(logits.detach(), batch.labels)} if 0 in self.modules else {}
         return StepResult(losses={MODEL: loss}, answers=answers, leave=any_leaves)
-
-    def settle(self) -> None:
-        """Do nothing: every block is on one rank. Batches in the pipeline stay there."""
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the answers on the first rank. Collective."""
@@ -203,28 +166,17 @@ class StaleRing:
                 self._put(stop, logits, part + 1, EVALUATION, 0)
         return {MODEL: Answers(logits.float(), batch.labels)} if 0 in self.modules else {}
 
-    def check(self, *, step: int) -> str:
-        """Return a digest over all blocks, on whichever ranks they are. Collective."""
-        local = [block for module in self.modules.values() for block in range(*module.segment)]
-        digests = block_digests(self.chain, local)
-        found = gather_digests(self.world, self.chain, digests, name="ring.digest", step=step)
-        return digest_of(found[block] for block in sorted(found))
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, gathered on rank 0. Collective."""
-        yield WholeModel(MODEL, gather_model(self.world, self.chain, self._tensors(), name="ring.model"))
-
     def state_dict(self) -> State:
         """Return this rank's modules, their optimizer state, and the batches in the pipeline."""
         self._collect()
         own = {
             "ring": self.facts.identity(),
             "tensors": {name: tensor.detach() for name, tensor in self._tensors()},
-            "optimizer": optimizer_state(self.optimizer, self._named()),
+            "optimizer": optimizer_state(self.update.optimizer, self._named()),
             "steps": [self.steps, self._since],
             "passes": {part: module.state_dict() for part, module in self.modules.items()},
             "errors": dict(self._errors),
-            "counts": {"signals": self._signal_bytes, **self.wire.bytes_sent()},
+            "counts": self._counts(),
         }
         return State({}, own)
 
@@ -242,14 +194,12 @@ class StaleRing:
             )
         for name, tensor in self._tensors():
             tensor.data = own["tensors"][name].detach().clone()
-        put_optimizer_state(self.optimizer, self._named(), own["optimizer"])
+        put_optimizer_state(self.update.optimizer, self._named(), own["optimizer"])
         self.steps, self._since = own["steps"]
         for part, module in self.modules.items():
             module.load_state_dict(own["passes"].get(part, {}))
         self._errors, self._expected = dict(own["errors"]), set()
-        sent = dict(own["counts"])
-        self._signal_bytes = sent.pop("signals")
-        self.wire.count_on(sent)
+        self._count_on(own["counts"])
 
     def repartitioned(
         self, owns: Iterable[dict[str, Any]], *, size: int, restep: Callable[[int], int]
@@ -274,39 +224,34 @@ class StaleRing:
                 "steps": [step, step],
                 "passes": {},
                 "errors": {},
-                "counts": dict(counts) if rank == 0 else dict.fromkeys(counts, 0),
+                "counts": dict(counts) if rank == 0 else {},
             }
 
     def report(self) -> dict[str, Any]:
         """Return the exchanged bytes, and each rank's resource use. Collective."""
-        by_rank = {
+        local = {
+            "signal_bytes": self.signal_bytes,
             "parameter_bytes": sum(tensor.nbytes for _, tensor in self._tensors()),
-            "optimizer_bytes": optimizer_bytes(self.optimizer),
+            "optimizer_bytes": optimizer_bytes(self.update.optimizer),
             "stash_bytes": sum(module.stash_bytes() for module in self.modules.values()),
             "waiting": sum(module.waiting for module in self.modules.values()),
-            **cost_of_rank(self.clock, self.wire, LANES),
         }
-        local = (by_rank, self._signal_bytes, self.wire.bytes_sent())
-        ranks, others, every_sent = zip(*self.world.allgather_object(local, name="ring.report"), strict=True)
-        total = {lane: sum(each[lane] for each in every_sent) for lane in (*LANES, EVALUATION)}
+        ranks, sent = self._numbers_of_ranks(local, LANES)
         return {
             "cut_history": [Move(0, 0, 0)],
             "allreduce_bytes": 0,
-            "other_collective_bytes": max(others),
+            "other_collective_bytes": max(ranks.pop("signal_bytes")),
             "cache": dict(NOTHING_KEPT),
             "ring": {
                 "parts": self.facts.parts,
                 **self.facts.identity(),
                 "tied": list(self.facts.tied),
                 "delays": [self.facts.delay(part) for part in range(self.facts.parts)],
-                "wire_bytes": {lane: total[lane] for lane in LANES},
-                "evaluation_wire_bytes": total[EVALUATION],
-                **{key: [each[key] for each in ranks] for key in by_rank},
+                "wire_bytes": {lane: sent[lane] for lane in LANES},
+                "evaluation_wire_bytes": sent[EVALUATION],
+                **ranks,
             },
         }
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
 
     def _first_stale(self) -> int:
         return max(self.facts.stale_after, self._since)
@@ -375,8 +320,11 @@ class StaleRing:
                     parameter.grad.mul_(0.5)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that this rank holds."""
         return [pair for module in self.modules.values() for pair in tensors_of(self.chain, module.segment)]
+
+    def _digests(self) -> Mapping[int, str]:
+        local = [block for module in self.modules.values() for block in range(*module.segment)]
+        return block_digests(self.chain, local)
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         segments = [module.segment for module in self.modules.values()]

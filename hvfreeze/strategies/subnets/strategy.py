@@ -36,7 +36,7 @@ from hvfreeze.model.steps import Call
 from hvfreeze.optim import Update, open_optimizer
 from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, not_finite
 from hvfreeze.strategies.data_parallel import joined, open_replicas
-from hvfreeze.strategies.rounds import Rounds, RoundStrategy
+from hvfreeze.strategies.rounds import RoundStrategy, next_round
 from hvfreeze.strategies.subnets.dealing import DEALT, LANES, RETURNED, SEEN, WHOLE, Deal, Exchange, Table, deal, put
 from hvfreeze.strategies.subnets.settings import SubnetsConfig
 from hvfreeze.training.settings import OptimizerConfig
@@ -75,27 +75,26 @@ def open_subnets(context: BuildContext, config: Config) -> Subnets:
     piece = Piece(narrow, settings, head)
     exchange = Exchange(table, place.mlp, narrow, open_wire(world, LANES), rank=world.rank)
     exchange.free_whole()
-    rounds = Rounds(world, SubnetsConfig.of(config).local_steps)
+    local_steps = SubnetsConfig.of(config).local_steps
     widths = " and ".join(map(str, table.hand_sizes(0)))
     context.say(
         f"subnets: {widths} of {' and '.join(map(str, table.widths))} hidden neurons per rank, redistributed every "
-        f"{('step' if rounds.local_steps == 1 else f'{rounds.local_steps} steps')}; {2 * table.wire_bytes()} bytes "
+        f"{'step' if local_steps == 1 else f'{local_steps} steps'}; {2 * table.wire_bytes()} bytes "
         "per round over all ranks"
     )
     if place.cut and config.model.weights == "none":
         context.say("note: the trunk is randomly initialised; use --weights for a pretrained trunk")
-    first = context.feed.epoch(0)[:1]
     return Subnets(
-        replica,
-        world,
-        exchange.wire,
-        rounds,
-        place.mlp,
-        place.before,
-        piece,
-        exchange,
+        replica=replica,
+        world=world,
+        wire=exchange.wire,
+        local_steps=local_steps,
+        whole=place.mlp,
+        before=place.before,
+        piece=piece,
+        exchange=exchange,
         seed=config.run.seed,
-        _batches=first,
+        _batches=context.feed.epoch(0)[:1],
     )
 
 
@@ -165,7 +164,7 @@ class Piece:
         self.update = Update(optimizer, self.settings)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Subnets(RoundStrategy):
     """Trains pieces of an MLP on a frozen trunk, or on images; see `Strategy`.
 
@@ -189,32 +188,6 @@ class Subnets(RoundStrategy):
     _shown: bool = False
     _collective_bytes: int = 0
 
-    def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make a step of this rank's piece alone; all ranks synchronize at the begin and end of a round.
-
-        Collective there; at the end it also becomes known that a rank was asked to leave, or met NaN or Inf.
-        """
-        if self._shown:
-            self.exchange.free_whole()
-            self._shown, self._statistics = False, None
-        clock = self.replica.clock
-        if self._dealt is None:
-            with clock.within("allreduce"):
-                self._dealt = self._deal()
-                self.exchange.deal(self._dealt)
-            self.piece.begin()
-        result = self.rounds.step_locally(lambda: self._step_locally(batches, rate=rate))
-        self._batches, self._statistics = list(batches), None
-        self.replica.freezer.after_step(result.loss)
-        if not self.rounds.ends:
-            return result
-        with clock.within("allreduce"):
-            leaves = self.rounds.meet(leave=leave)
-            self.exchange.give_back(self._dealt, lane=RETURNED)
-        self._dealt = None
-        self.rounds.end()
-        return StepResult(result.losses, result.answers, leave=leaves)
-
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the logits of an evaluation batch. Collective, unless the whole model is assembled already."""
         self._look()
@@ -229,7 +202,7 @@ class Subnets(RoundStrategy):
         own = {
             "owned": dict(self.exchange.owned),
             "piece": piece,
-            "rounds": self.rounds.state_dict(),
+            "rounds": self._position(),
             "freezer": self.replica.freezer.state_dict(),
             "batches": [[torch.from_numpy(b.ids), torch.from_numpy(b.views), b.labels] for b in self._batches],
             "statistics": self._statistics,
@@ -248,7 +221,7 @@ class Subnets(RoundStrategy):
             for name, tensor in self.exchange.owned.items():
                 tensor.copy_(own["owned"][name])
         self.replica.freezer.prefix.seal()
-        self.rounds.load_state_dict(own["rounds"])
+        self._continue_from(own["rounds"])
         self._dealt = None
         if own["piece"]:
             self._dealt = self._deal()
@@ -281,7 +254,7 @@ class Subnets(RoundStrategy):
             yield {
                 "owned": {p.name: table.own_part(p, whole[p.name], rank).clone() for p in table.parameters},
                 "piece": {},
-                "rounds": Rounds.at_round_start(first["rounds"]),
+                "rounds": next_round(first["rounds"]),
                 "freezer": Freezer.redealt(first["freezer"], restep=restep),
                 # Of a rank that may have other samples: its own first ones, where nobody has looked at the model.
                 "batches": [],
@@ -298,10 +271,10 @@ class Subnets(RoundStrategy):
         return {
             **self.replica.report(),
             "allreduce_bytes": 0,
-            "other_collective_bytes": self.rounds.signal_bytes + self._collective_bytes,
+            "other_collective_bytes": self.signal_bytes + self._collective_bytes,
             "subnets": {
-                "local_steps": self.rounds.local_steps,
-                "rounds": self.rounds.ended,
+                "local_steps": self.local_steps,
+                "rounds": self.rounds,
                 "wire_bytes": {lane: sent[lane] for lane in (DEALT, RETURNED)},
                 "evaluation_wire_bytes": sent[SEEN] + sent[WHOLE],
                 "touched": table.touched(),
@@ -311,7 +284,7 @@ class Subnets(RoundStrategy):
         }
 
     def _deal(self) -> Deal:
-        return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds.ended)
+        return deal(self.whole.widths, size=self.world.size, seed=self.seed, number=self.rounds)
 
     def _inputs(self, features: Tensor) -> Tensor:
         """Return the input of the MLP for the trunk's output."""
@@ -320,8 +293,28 @@ class Subnets(RoundStrategy):
                 features = call(features)
         return features
 
-    def _step_locally(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
-        """Make an optimizer step of this rank's piece. Raises NumericsError, before the update, on this rank only."""
+    def _continue_alone(self) -> None:
+        """Free the whole model after a look, and deal the neurons at the begin of a round."""
+        if self._shown:
+            self.exchange.free_whole()
+            self._shown, self._statistics = False, None
+        if self._dealt is None:
+            with self.replica.clock.within("allreduce"):
+                self._dealt = self._deal()
+                self.exchange.deal(self._dealt)
+            self.piece.begin()
+
+    def _count(self, batches: Sequence[Batch], result: StepResult) -> None:
+        self._batches, self._statistics = list(batches), None
+        self.replica.freezer.after_step(result.loss)
+
+    def _synchronize(self) -> None:
+        assert self._dealt is not None, "a round begins with a deal"
+        self.exchange.give_back(self._dealt, lane=RETURNED)
+        self._dealt = None
+
+    def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
+        """Make an optimizer step of this rank's piece; raise NumericsError, before the update, on this rank only."""
         clock, count, logits_of, value = self.replica.clock, len(batches), [], 0.0
         objective, step = self.replica.objective, self.replica.freezer.step
         self.piece.update.optimizer.zero_grad()
@@ -353,7 +346,7 @@ class Subnets(RoundStrategy):
         if self._shown:
             return
         self.replica.take_place()
-        self.rounds.meet()
+        self._meet()
         if self._dealt is not None:
             self.exchange.give_back(self._dealt, lane=SEEN)
         self.exchange.assemble_whole()

@@ -117,7 +117,7 @@ def test_nothing_is_left_in_the_line_where_a_run_ends_in_the_middle_of_an_epoch(
         begin_epoch=lambda batches: done.append("training"),
     )
     evaluation = SimpleNamespace(begin_epoch=lambda batches: done.append("evaluation"))
-    trunk: Any = SimpleNamespace(_settle_in=None, training=training, evaluation=evaluation)
+    trunk: Any = SimpleNamespace(_settled_in=True, training=training, evaluation=evaluation)
     SharedTrunk.begin_epoch(trunk, [], training=False)
     SharedTrunk.begin_epoch(trunk, [])
     assert done == ["finished", "evaluation", "training"]

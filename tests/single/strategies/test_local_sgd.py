@@ -14,7 +14,6 @@ from hvfreeze.comm.world import World
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.strategies.base import State
 from hvfreeze.strategies.local_sgd.strategy import LANES, LocalSgd
-from hvfreeze.strategies.rounds import Rounds
 from tests.single.ranks_in_threads import on_ranks
 
 
@@ -27,7 +26,7 @@ def local_sgd(world: World, model: nn.Sequential) -> LocalSgd:
         state_dict=lambda: State({"optimizer": {}}, {}),
         load_state_dict=lambda state: None,
     )
-    return LocalSgd(replica, world, Wire(LANES), Rounds(world, 5))
+    return LocalSgd(replica=replica, world=world, wire=Wire(LANES), local_steps=5)
 
 
 def buffers_of(model: nn.Module) -> list[Tensor]:
@@ -53,7 +52,7 @@ def test_ranks_show_one_model_whatever_buffers_it_has_and_go_on_from_their_own()
         digest = run.check(step=2)
         shown = buffers_of(models[world.rank])
         state = run.state_dict()
-        run._go_on()
+        run._continue_alone()
         return digest, shown, state
 
     (first, shown, _), (second, again, state) = on_ranks(2, look)

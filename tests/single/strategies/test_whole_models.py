@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import drop_tensors, tensors_of
-from hvfreeze.strategies.model_parallel import gather_model
+from hvfreeze.strategies.model_parallel import SplitStrategy
 from hvfreeze.strategies.shared_trunk.strategy import SharedTrunk
 from tests.single.ranks_in_threads import on_ranks
 
@@ -48,7 +48,9 @@ def test_a_tensor_of_two_names_is_found_under_both() -> None:
     def gather(world: World) -> dict[str, Tensor]:
         chain, mine = chains[world.rank], (world.rank, world.rank + 1)
         drop_tensors(chain, 1 - world.rank, 2 - world.rank)
-        return gather_model(world, chain, tensors_of(chain, mine), name="model")
+        rank: Any = SimpleNamespace(world=world, chain=chain, _tensors=lambda: tensors_of(chain, mine))
+        (whole,) = SplitStrategy.whole_models(rank)
+        return whole.state
 
     first, second = on_ranks(2, gather)
     assert same(first, expected) and second == {}

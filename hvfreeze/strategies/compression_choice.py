@@ -39,8 +39,6 @@ TRIED_STEPS = 4
 """Steps per compression and round; the first, which allocates buffers, is not counted."""
 ROUNDS = 3
 """Rounds: a disturbance of a few steps affects one compression in one round, and the median of three ignores it."""
-NEAR = 1.25
-"""A compression whose steps take this many times the shortest in both of the first rounds is not tried again."""
 
 
 class CompressionTrial:
@@ -61,15 +59,16 @@ class CompressionTrial:
     @property
     def over(self) -> bool:
         """Whether the trial is over, so that `now` is final."""
-        return self._next is None
+        return len(self._names) == 1 or self._complete == ROUNDS
 
     @property
     def now(self) -> str:
         """The compression of the next steps."""
-        if self._next is not None:
-            return self._next[1]
-        medians = self.medians
-        return choose_shortest({name: medians[name] for name in self._left(ROUNDS)}) if medians else self._names[0]
+        if self.over:
+            return choose_shortest(self.medians) if self.medians else self._names[0]
+        tried = self._rounds[self._complete] if self._complete < len(self._rounds) else {}
+        order = reversed(self._names) if self._complete % 2 else self._names
+        return next(name for name in order if name not in tried)
 
     @property
     def medians(self) -> Mapping[str, float]:
@@ -79,39 +78,22 @@ class CompressionTrial:
 
     def add(self, seconds: Sequence[float]) -> None:
         """Record TRIED_STEPS steps of `now`, and continue or stop; a more lossy one must save a minimum share."""
-        assert self._next is not None, "the trial is over"
-        number, name = self._next
+        assert not self.over, "the trial is over"
+        name, number = self.now, self._complete
         if number == len(self._rounds):
             self._rounds.append({})
         self._rounds[number][name] = statistics.median(seconds[1:])
 
     @property
-    def _next(self) -> tuple[int, str] | None:
-        """The current round and its remaining compressions; None when the trial is over."""
-        for number in range(ROUNDS):
-            left = self._left(number)
-            if len(left) == 1:
-                return None
-            tried = self._rounds[number] if number < len(self._rounds) else {}
-            for name in reversed(left) if number % 2 else left:
-                if name not in tried:
-                    return number, name
-        return None
-
-    def _left(self, number: int) -> Sequence[str]:
-        """Return the compressions of a round: all in the first two, then those close to the fastest in one."""
-        if number < 2 or len(self._names) == 1:
-            return self._names
-        least = {name: min(self._rounds[0][name], self._rounds[1][name]) for name in self._names}
-        return [name for name in self._names if least[name] <= NEAR * min(least.values())]
+    def _complete(self) -> int:
+        """Number of complete rounds."""
+        return sum(len(each) == len(self._names) for each in self._rounds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trial, as arguments of `CompressionTrial`."""
         return {"names": list(self._names), "rounds": [dict(each) for each in self._rounds]}
 
 
-LEAST_WATCHED = 3
-"""Steps needed for a meaningful median."""
 MOST_STEPS = 1000
 """Number of steps whose median is reported."""
 
@@ -154,7 +136,7 @@ class CompressionChoice:
         self._spent = spent
         if self._trial is None:
             self._watched.append((taken, dict(self._reducer.ready_seconds)))
-            if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= LEAST_WATCHED:
+            if self._reducer.steps >= self._reducer.uncompressed_steps and len(self._watched) >= ROUNDS:
                 # All wait for the slowest rank.
                 gathered = self._world.allgather_object(self._seen(), name="exchange.steps")
                 self._steps = max(gathered, key=lambda steps: steps.compute)

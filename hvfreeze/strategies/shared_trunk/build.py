@@ -36,7 +36,6 @@ from hvfreeze.strategies.shared_trunk.tasks import (
     read_labels,
     tasks_of,
 )
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 EVALUATION = "evaluation."
@@ -52,7 +51,7 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     """
     world, chain, settings = context.world, context.chain, config.optimizer
     raise_on_all_ranks(world, lambda: check_not_tied(context, config), name="trunk.tied")
-    tasks, labels = open_tasks(context, SharedTrunkConfig.of(config), settings, seed=config.run.seed)
+    tasks, labels = open_tasks(context, config)
     raise_on_all_ranks(world, lambda: check_depths(tasks, chain), name="trunk.depths")
     blocks, whole = len(chain.blocks), SharedTrunkConfig.of(config).trunk == "whole"
     cut, depth = blocks - max(task.blocks for task in tasks), blocks - min(task.blocks for task in tasks)
@@ -114,19 +113,25 @@ def open_shared_trunk(context: BuildContext, config: Config) -> SharedTrunk:
     )
 
 
-def open_tasks(
-    context: BuildContext, settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int
-) -> tuple[list[Task], list[Labels]]:
+def open_tasks(context: BuildContext, config: Config) -> tuple[list[Task], list[Labels]]:
     """Return the tasks and their labels; only rank 0 reads the files. Collective."""
-    world, path = context.world, settings.tasks
-    found = raise_on_all_ranks(
-        world, lambda: read_files(Path(path)) if path is not None and world.rank == 0 else ("", ""), name="trunk.read"
-    )
-    files = world.broadcast_object(found, name="trunk.files")
-    tasks = raise_on_all_ranks(
-        world, lambda: tasks_of(settings, optimizer, seed=seed, ranks=world.size, files=files), name="trunk.tasks"
-    )
-    return tasks, raise_on_all_ranks(world, lambda: read_labels(tasks, files[1], context.corpus), name="trunk.labels")
+    world, settings = context.world, SharedTrunkConfig.of(config)
+    plan = partial(tasks_of, settings, config.optimizer, seed=config.run.seed, ranks=world.size)
+
+    def read() -> tuple[list[Task], list[Labels]] | None:
+        if settings.tasks is None:
+            tasks, table = plan(), None
+        elif world.rank > 0:
+            return None
+        else:
+            files = read_files(Path(settings.tasks))
+            tasks, table = plan(files=files), files[1]
+        return tasks, read_labels(tasks, table, context.corpus)
+
+    found = raise_on_all_ranks(world, read, name="trunk.tasks")
+    found = found if settings.tasks is None else world.broadcast_object(found, name="trunk.labels")
+    assert found is not None, "rank 0 has read the files"
+    return found
 
 
 def open_plan(

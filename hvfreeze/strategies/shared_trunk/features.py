@@ -6,7 +6,6 @@ pipeline runs for. If every rank has stored a batch's rows, the pipeline does no
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -164,23 +163,19 @@ class TrunkFeatures:
         return [batch for batch, count in zip(batches, anywhere.tolist(), strict=True) if count]
 
     def _fill(self, due: list[Batch], stores: dict[int, PrefixActivations]) -> list[Batch]:
-        """Run the pipeline for missing rows if rank 0 finds that worthwhile; return the batches that remain."""
+        """Run the pipeline for rows that some rank lacks, if that is worthwhile; return the batches that remain."""
         if not due:
             return due
         split = self.source.split
-        missing = None
-        if stores:
-            ids, views = split.owned_keys()
-            lacking = np.any([store.missing(ids, views) for store in stores.values()], axis=0)
-            missing = np.unique(np.stack([ids[lacking], views[lacking]], axis=1), axis=0)
-        found = None if missing is None else hashlib.sha256(missing.tobytes()).hexdigest()
-        gathered = self.world.allgather_object(found, name=f"trunk.missing.{split.name}")
-        alike = len(set(gathered) - {None}) == 1
-        rows = worth_filling(missing, due) if alike and self.world.rank == 0 and missing is not None else None
-        rows = self.world.broadcast_object(rows, name=f"trunk.rows.{split.name}")
-        if rows is None:
-            return due
-        size = len(due[0].ids)
+        ids, views = split.owned_keys()
+        lacking = np.zeros(len(ids), np.int32)
+        for store in stores.values():
+            lacking |= store.missing(ids, views)
+        name = f"trunk.missing.{split.name}"
+        anywhere = self.world.allreduce_sum(torch.from_numpy(lacking), name=name).numpy() > 0
+        missing = np.unique(np.stack([ids[anywhere], views[anywhere]], axis=1), axis=0)
+        # Equal on all ranks, which have the same batches.
+        rows, size = worth_filling(missing, due), len(due[0].ids)
         batches = []
         for first in range(0, len(rows), size):
             some = rows[first : first + size]
@@ -189,11 +184,11 @@ class TrunkFeatures:
         self._begin(batches)
         for batch in batches:
             self._serve(batch)
-        return self._due(due)
+        return self._due(due) if batches else due
 
 
-def worth_filling(missing: Keys, due: Sequence[Batch]) -> Keys | None:
-    """Return the rows to compute before the batches `due` are requested, None if there are none.
+def worth_filling(missing: Keys, due: Sequence[Batch]) -> Keys:
+    """Return the rows to compute before the batches `due` are requested; there may be none.
 
     These are the missing rows of `due`, if they fit into fewer batches. All other missing rows are added if they are
     the fewer ones: the samples that an epoch leaves out, so that the next epoch needs nothing.
@@ -205,5 +200,4 @@ def worth_filling(missing: Keys, due: Sequence[Batch]) -> Keys | None:
     if len(rest) >= asked.sum():
         rest = rest[:0]
     both = np.concatenate([missing[asked], rest])
-    rows = both if -(-len(both) // size) < len(due) else rest
-    return rows if len(rows) else None
+    return both if -(-len(both) // size) < len(due) else rest

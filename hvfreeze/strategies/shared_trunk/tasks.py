@@ -1,8 +1,8 @@
 """Tasks: each model's labels and settings.
 
-`--heads N` trains N models on the labels of the data set. `--tasks FILE` takes a CSV table with a column `sample` (a
-row number, or for image folders the path), a column `split` (`train` or `test`) if the table has both sets, and a
-column for each task:
+`--heads N` trains N models on the labels of the data set. `--tasks FILE` takes a table (CSV, TSV or Parquet) with a
+column `sample` (a row number, or for image folders the path), a column `split` (`train` or `test`) if the table has
+both sets, and a column for each task:
 
     split,sample,species,background
     train,0,owl,forest
@@ -19,12 +19,10 @@ Without `labels` all tasks use the labels of the data set.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,9 @@ from torch import Tensor
 
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
-from hvfreeze.data.folders import meant_by
+from hvfreeze.data.folders import first_few, meant_by
 from hvfreeze.data.images import FileSource
+from hvfreeze.data.table_files import PARQUET, Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
@@ -45,9 +44,10 @@ from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 LOSSES = ("cross-entropy", "balanced")
-MOST_NAMED = 8
-MOST_SHOWN = 80
-"""Characters of a line that a message shows."""
+TABLES = (".csv", ".tsv", PARQUET)
+"""Suffixes of tables; other files are YAML."""
+Files = tuple[dict[str, Any], Table | None]
+"""The entries of a task file by task, and the table with the labels, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,73 +65,48 @@ class Task:
     loss: str = "cross-entropy"
 
 
-def read_files(path: Path) -> tuple[str, str]:
-    """Return the text of a task file, empty for a CSV, and of the table that it names; a CSV is the table itself.
+def read_files(path: Path) -> Files:
+    """Return the tasks and the table of a task file; a table has a task for each of its columns.
 
     Raises:
-        RefusedError: a file cannot be read.
+        RefusedError: a file cannot be read, or is no table.
         UsageError: it cannot be parsed as YAML.
     """
-    if path.suffix == ".csv":
-        return "", read_table(path)
-    text = read(path, MOST_BYTES)
-    named = parsed(text, path).get("labels")
-    return text, "" if named is None else read_table(path.parent / str(named))
-
-
-def read_table(path: Path) -> str:
-    """Return the text of a CSV file with Unix line ends; raises RefusedError if it is invalid."""
-    text = read(path, 2**30).replace("\r\n", "\n").replace("\r", "\n")
-    lines = csv.reader(io.StringIO(text))
-    try:
-        header = next(lines, [])
-        for _ in lines:
-            pass
-    except csv.Error as error:
-        raise RefusedError(f"--tasks: line {lines.line_num} of {path} is not valid CSV: {error}") from error
-    if "sample" not in header:
-        raise RefusedError(
-            f"--tasks: the first line of {path} must name the columns, separated by commas without spaces, e.g. "
-            f"split,sample,species; it is {text.partition(chr(10))[0][:MOST_SHOWN]!r}"
-        )
-    return text
-
-
-def read(path: Path, most_bytes: int) -> str:
-    """Return the text of a file; raises RefusedError if it cannot be read."""
+    check_exists(path)
+    if path.suffix.lower() in TABLES:
+        table = read_table(path)
+        return {name: {} for name in table.names if name not in ("split", "sample")}, table
     try:
         with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
-        if len(data) > most_bytes:
-            raise RefusedError(f"--tasks: {path} must be at most {most_bytes} bytes long")
-        return data.decode("utf-8-sig")
+            tree = parse_plain_yaml(file.read(MOST_BYTES + 1))
     except OSError as error:
         raise RefusedError(f"--tasks: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RefusedError(f"--tasks: {path} is not UTF-8 text: {error.reason}") from error
-
-
-def parsed(text: str, path: Path) -> dict[str, Any]:
-    """Return a YAML task file's keys and values."""
-    try:
-        tree = parse_plain_yaml(text.encode())
     except ValueError as error:
         raise UsageError(f"--tasks ({path}) cannot be parsed as YAML: {error}") from error
     tasks = tree.get("tasks") if isinstance(tree, dict) else None
     if not isinstance(tree, dict) or set(tree) - {"labels", "tasks"} or not isinstance(tasks, dict) or not tasks:
         raise UsageError(
             f"--tasks ({path}) must have the key tasks, a mapping of task names, and may have the key "
-            "labels, the path of a CSV file"
+            "labels, the path of a table"
         )
-    return tree
+    if tree.get("labels") is None:
+        return tasks, None
+    check_exists(path.parent / str(tree["labels"]))
+    return tasks, read_table(path.parent / str(tree["labels"]))
+
+
+def check_exists(path: Path) -> None:
+    """Raise RefusedError if there is no such file."""
+    if not path.exists():
+        raise RefusedError(f"--tasks: {path} does not exist; name a table (CSV, TSV, Parquet) or a YAML file")
 
 
 def tasks_of(
-    settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: tuple[str, str]
+    settings: SharedTrunkConfig, optimizer: OptimizerConfig, *, seed: int, ranks: int, files: Files = ({}, None)
 ) -> list[Task]:
     """Return the run's tasks in order, with default learning rate and seeds counted from `seed`.
 
-    `files` is the result of `read_files`, empty texts without --tasks.
+    `files` is the result of `read_files` with --tasks.
 
     Raises:
         UsageError: the task file has an invalid value.
@@ -148,16 +123,16 @@ def tasks_of(
                 "give one per head, or one for all"
             )
         return [Task(name=f"head{i}", blocks=blocks, lr=rate, seed=seed + i) for i, rate in enumerate(rates)]
-    text, table = files
-    if not text:
-        header = next(csv.reader(io.StringIO(table)), [])
-        named: dict[str, Any] = {name: {} for name in header if name not in ("split", "sample")}
-    else:
-        named = parsed(text, Path(settings.tasks))["tasks"]
+    named, table = files
     if not named:
         raise UsageError(f"--tasks ({settings.tasks}) names no task; add a column for each task next to `sample`")
     tasks = [
-        task_of(str(name), entry or {}, Task(name=str(name), blocks=blocks, lr=lr, seed=seed + i), table=bool(table))
+        task_of(
+            str(name),
+            entry or {},
+            Task(name=str(name), blocks=blocks, lr=lr, seed=seed + i),
+            labelled=table is not None,
+        )
         for i, (name, entry) in enumerate(named.items())
     ]
     if len({task.name.lower() for task in tasks}) < len(tasks):
@@ -165,7 +140,7 @@ def tasks_of(
     return tasks
 
 
-def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
+def task_of(name: str, entry: Any, default: Task, *, labelled: bool) -> Task:
     """Return the task that a YAML entry describes."""
 
     def refuse(what: str) -> UsageError:
@@ -175,7 +150,7 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
         raise refuse("its name must consist of letters, digits and _.-, because it names a file")
     if not isinstance(entry, Mapping) or set(entry) - {"column", "head", "lr", "loss", "seed"}:
         raise refuse("it may only have the keys column, head, lr, loss and seed")
-    if "column" in entry and not table:
+    if "column" in entry and not labelled:
         raise refuse("it names a column, but the file has no key labels")
     head, lr, seed = entry.get("head", default.blocks), entry.get("lr", default.lr), entry.get("seed", default.seed)
     blocks = 1 if head == "linear" else head
@@ -188,7 +163,7 @@ def task_of(name: str, entry: Any, default: Task, *, table: bool) -> Task:
     loss = entry.get("loss", default.loss)
     if loss not in LOSSES:
         raise refuse(f"loss ({loss}) must be one of {', '.join(LOSSES)}")
-    column = str(entry.get("column", name)) if table else ""
+    column = str(entry.get("column", name)) if labelled else ""
     return Task(name=name, column=column, blocks=blocks, lr=float(lr), seed=seed, loss=loss)
 
 
@@ -231,56 +206,44 @@ class Labels:
         return digest.hexdigest()
 
 
-def read_labels(tasks: list[Task], table: str, corpus: Corpus) -> list[Labels]:
-    """Return each task's labels; `table` is the CSV's text, empty for the labels of the data set.
+def read_labels(tasks: list[Task], table: Table | None, corpus: Corpus) -> list[Labels]:
+    """Return each task's labels; without a table they are those of the data set.
 
     Raises:
         RefusedError: a sample of the run has no label, or two; a test label that no training sample has; or the table
-            names
-            a sample that does not exist.
+            lacks a column, or names a sample that does not exist.
     """
-    own = Labels(corpus.train.classes, corpus.train.labels, corpus.evaluated.labels)
-    if not table:
-        return [own] * len(tasks)
-    reader = csv.DictReader(io.StringIO(table))
-    header = reader.fieldnames or ()
-    columns = set(header)
-    if len(columns) < len(header):
-        twice = next(name for name in header if list(header).count(name) > 1)
-        raise RefusedError(f"--tasks: the label table has two columns {twice}; remove or rename one")
-    for column in ("sample", *(task.column for task in tasks)):
-        if column not in columns:
+    if table is None:
+        return [Labels(corpus.train.classes, corpus.train.labels, corpus.evaluated.labels)] * len(tasks)
+    for name in ("sample", *(task.column for task in tasks)):
+        if table.names.count(name) != 1:
             raise RefusedError(
-                f"--tasks: the label table has no column {column}; its columns are {', '.join(sorted(columns))}"
+                f"--tasks: {table.path} must have one column {name}, but its columns are {table.names_in_words()}"
             )
     sets = {"train": corpus.train, "test": corpus.evaluated}
     rows_of = {split: rows_by_name(image_set) for split, image_set in sets.items()}
-    cells: dict[str, dict[int, dict[str, str]]] = {"train": {}, "test": {}}
-    for number, line in enumerate(reader, 2):
-        if None in line:
-            raise RefusedError(
-                f"--tasks: line {number} of the label table has more cells than the {len(header)} columns; remove "
-                "them, or quote a label that contains a comma"
-            )
-        split = line.get("split") or "train"
+    columns = {task.column: table.column(task.column) for task in tasks}
+    splits = table.column("split") if "split" in table.names else [""] * len(table)
+    lines: dict[str, dict[int, int]] = {"train": {}, "test": {}}
+    for line, (split, sample) in enumerate(zip(splits, table.column("sample"), strict=True)):
+        split = split or "train"
         # The run evaluates on training samples that it holds out.
         if split == "test" and corpus.evaluated is corpus.train:
             continue
-        row = rows_of.get(split, {}).get(meant_by(line["sample"] or ""))
+        row = rows_of.get(split, {}).get(meant_by(sample))
         if row is None:
-            raise RefusedError(f"--tasks: line {number} of the label table: {split} has no sample {line['sample']}")
-        before = cells[split].setdefault(row, line)
-        for task in tasks:
-            first, second = ((each.get(task.column) or "").strip() for each in (before, line))
-            if first != second:
+            raise RefusedError(f"{table.place(line, 'sample')}: {split} has no sample {sample}")
+        before = lines[split].setdefault(row, line)
+        for column, cells in columns.items():
+            if cells[before] != cells[line]:
                 raise RefusedError(
-                    f"--tasks: line {number} of the label table: sample {line['sample']} of {split} already has the "
-                    f"label {first or 'none'} in {task.column}, and {second or 'none'} here; keep one"
+                    f"{table.place(line, column)}: sample {sample} of {split} already has the label "
+                    f"{cells[before] or 'none'}, and {cells[line] or 'none'} here; keep one"
                 )
     if corpus.evaluated is corpus.train:
-        cells["test"] = cells["train"]
+        lines["test"] = lines["train"]
     used = {"train": np.concatenate(corpus.plan.shards), "test": corpus.evaluated_ids}
-    return [column_of(task, cells, used, sets) for task in tasks]
+    return [column_of(task, columns[task.column], lines, used, sets) for task in tasks]
 
 
 def rows_by_name(image_set: ImageSet) -> dict[str, int]:
@@ -293,15 +256,16 @@ def rows_by_name(image_set: ImageSet) -> dict[str, int]:
 
 def column_of(
     task: Task,
-    cells: Mapping[str, Mapping[int, Mapping[str, str]]],
+    cells: Sequence[str],
+    lines: Mapping[str, Mapping[int, int]],
     used: Mapping[str, np.ndarray],
     sets: Mapping[str, ImageSet],
 ) -> Labels:
-    """Return one task's labels of the used samples."""
+    """Return one task's labels of the used samples, whose cells are in `lines` of its column."""
     words: dict[str, dict[int, str]] = {}
     for split, ids in used.items():
-        said = {row: cells[split].get(row, {}).get(task.column) or "" for row in ids.tolist()}
-        words[split] = {row: meant_by(word.strip()) for row, word in said.items()}
+        found = lines[split]
+        words[split] = {row: meant_by(cells[found[row]]) if row in found else "" for row in ids.tolist()}
         lacking = [row for row, word in words[split].items() if not word]
         if lacking:
             source = sets[split].source
@@ -316,8 +280,8 @@ def column_of(
     unknown = sorted(set(words["test"].values()) - taught)
     if unknown:
         raise RefusedError(
-            f"--tasks: task {task.name}: {', '.join(unknown[:MOST_NAMED])} in column {task.column} of the test "
-            f"samples is not the label of any training sample; those are {', '.join(sorted(taught)[:MOST_NAMED])}. "
+            f"--tasks: task {task.name}: {first_few(unknown)} in column {task.column} of the test "
+            f"samples is not the label of any training sample; those are {first_few(sorted(taught))}. "
             "Correct or remove it"
         )
     known = {word for split in words.values() for word in split.values()}

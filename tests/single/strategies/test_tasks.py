@@ -14,7 +14,7 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.strategies.shared_trunk.features import Keys, worth_filling
-from hvfreeze.strategies.shared_trunk.tasks import Labels, Task, read_files, read_labels, tasks_of
+from hvfreeze.strategies.shared_trunk.tasks import Files, Labels, Task, read_files, read_labels, tasks_of
 from tests.program import save_photos
 
 
@@ -22,9 +22,18 @@ def corpus(**data: Any) -> Corpus:
     return deal(open_data("digits"), DataConfig(**data), seed=0, batch_size=8, replicas=1)
 
 
-def tasks_for(ranks: int, files: tuple[str, str] = ("", ""), **settings: Any) -> list[Task]:
+def tasks_for(ranks: int, files: Files = ({}, None), **settings: Any) -> list[Task]:
     config = from_dict({"strategy": "shared-trunk", **settings})
     return tasks_of(config.strategy, config.optimizer, seed=config.run.seed, ranks=ranks, files=files)
+
+
+PARITY = Task(name="parity", column="a", lr=1.0, seed=0)
+
+
+def labels_in(text: str, samples: Corpus, folder: Path, *tasks: Task) -> Labels:
+    """Return the labels of the first task, by default of a column `a`, in a table with this text."""
+    (folder / "labels.csv").write_text(text)
+    return read_labels([*tasks] or [PARITY], read_files(folder / "labels.csv")[1], samples)[0]
 
 
 def named(path: Path, **changes: Any) -> list[Task]:
@@ -95,7 +104,7 @@ def test_yaml_says_more_of_a_task(tmp_path: Path) -> None:
         ("tasks: {a: {seed: -1}}", r"seed \(-1\)"),
         ("tasks: {a: {loss: mse}}", r"loss \(mse\) must be one of cross-entropy"),
         ("tasks: {a: {}, A: {}}", "twice"),
-        ("labels: nowhere.csv\ntasks: {a: {}}", "cannot be read"),
+        ("labels: nowhere.csv\ntasks: {a: {}}", "nowhere.csv does not exist"),
         ("tasks: [", "cannot be parsed as YAML"),
     ],
 )
@@ -108,43 +117,28 @@ def test_task_files_that_say_what_cannot_be_are_refused(text: str, message: str,
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("row,a\n0,x", "no column sample"),
-        ("sample,a\n99999,x", "line 2 of the label table: train has no sample 99999"),
+        ("row,a\n0,x", "must have one column sample, but its columns are row, a"),
+        ("sample,b\n0,x", "must have one column a"),
+        ("sample,a,a\n0,x,y", "must have one column a"),
+        ("sample,a\n99999,x", "line 2, column sample: train has no sample 99999"),
         ("sample,a\n0,x\n1,", "has no label in column a"),
-        ("sample,b\n0,x", "no column a"),
-        (
-            "sample,a\n0,x\n1,y\n0,y",
-            "line 4 of the label table: sample 0 of train already has the label x in a, and y here",
-        ),
-        ("sample,a\n0,x\n0,", "already has the label x in a, and none here; keep one"),
-        ("sample,a,a\n0,x,y", "has two columns a; remove or rename one"),
-        ("sample,a\n0,x\n1,y,z", "line 3 of the label table has more cells than the 2 columns"),
+        ("sample,a\n0,x\n1,y\n0,y", "line 4, column a: sample 0 of train already has the label x, and y here; keep"),
+        ("sample,a\n0,x\n0,", "already has the label x, and none here; keep one"),
+        ("sample,a\n0,x\n1,y,z", "line 3: 3 fields"),
+        ("", "has no rows"),
+        ('sample,a\n0,"' + "x" * 200000, "line 2: field larger than"),
     ],
 )
-def test_tables_that_lack_labels_are_refused(table: str, message: str) -> None:
+def test_tables_that_lack_labels_are_refused(table: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=message):
-        read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, corpus())
+        labels_in(table, corpus(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("split;sample;a\ntrain;0;x\n", r"must name the columns, separated by commas.*it is 'split;sample;a'"),
-        ("split, sample, a\ntrain,0,x\n", "without spaces.*it is 'split, sample, a'"),
-        ("", "must name the columns.*it is ''"),
-        ('sample,a\n0,"' + "x" * 200000, "line 2 of .* is not valid CSV: field larger than"),
-    ],
-)
-def test_tables_that_other_programs_write_otherwise_are_refused(table: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(table)
-    with pytest.raises(RefusedError, match=message):
-        named(tmp_path / "t.csv")
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_lines_of_a_table_may_end_in_any_way(end: str, tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_bytes(end.join(["sample,a", "0,x", "1,y", ""]).encode())
-    assert read_files(tmp_path / "t.csv") == ("", "sample,a\n0,x\n1,y\n")
+@pytest.mark.parametrize("text", ["sample,a\r\n0,x\r\n1,y", "sample;a\n0;x\n1;y", "sample, a\n0, x\n1,y\n"])
+def test_tables_of_other_programs_are_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(text.encode())
+    entries, table = read_files(tmp_path / "t.csv")
+    assert table is not None and list(entries) == ["a"] and table.column("a") == ["x", "y"]
 
 
 def table_of(samples: Corpus, *, test: str) -> str:
@@ -153,88 +147,70 @@ def table_of(samples: Corpus, *, test: str) -> str:
     return "\n".join(["split,sample,a", *lines])
 
 
-def test_a_label_that_no_training_sample_has_is_refused() -> None:
-    samples, tasks = corpus(), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    told = "task parity: Even in column a of the test samples is not the label of any.*; those are even, odd"
-    with pytest.raises(RefusedError, match=told):
-        read_labels(tasks, table_of(samples, test="Even"), samples)
-    (labels,) = read_labels(tasks, table_of(samples, test="even"), samples)
+UNKNOWN = "in column a of the test samples is not the label of any training sample"
+
+
+def test_a_label_that_no_training_sample_has_is_refused(tmp_path: Path) -> None:
+    samples = corpus()
+    with pytest.raises(RefusedError, match=f"task parity: Even {UNKNOWN}; those are even, odd"):
+        labels_in(table_of(samples, test="Even"), samples, tmp_path)
+    labels = labels_in(table_of(samples, test="even"), samples, tmp_path)
     assert labels.classes == ("even", "odd")
     # A line that says the same once more does no harm.
-    (again,) = read_labels(tasks, table_of(samples, test="even") + "\ntrain,4,even", samples)
+    again = labels_in(table_of(samples, test="even") + "\ntrain,4,even", samples, tmp_path)
     assert again.identity() == labels.identity()
-
-
-def test_a_label_that_only_held_out_samples_have_is_refused() -> None:
-    samples, tasks = corpus(validation_fraction=0.5), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    odd_one = int(samples.evaluated_ids[0])
-    words = {row: "Even" if row == odd_one else ("even", "odd")[row % 2] for row in range(len(samples.train))}
-    with pytest.raises(
-        RefusedError, match="Even in column a of the test samples is not the label of any training sample"
-    ):
-        read_labels(tasks, "\n".join(["sample,a", *(f"{row},{word}" for row, word in words.items())]), samples)
-
-
-def test_a_label_that_only_samples_left_out_have_is_refused() -> None:
-    samples, tasks = corpus(train_samples=20), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    left_out = next(row for row in range(len(samples.train)) if row not in samples.plan.shards[0])
+    # Training samples that the run leaves out teach nothing.
+    some = corpus(train_samples=20)
+    left_out = next(row for row in range(len(some.train)) if row not in some.plan.shards[0])
     line = f"\ntrain,{left_out},"
-    table = table_of(samples, test="rare").replace(f"{line}{'odd' if left_out % 2 else 'even'}\n", f"{line}rare\n")
-    with pytest.raises(
-        RefusedError, match="rare in column a of the test samples is not the label of any training sample"
-    ):
-        read_labels(tasks, table, samples)
+    table = table_of(some, test="rare").replace(f"{line}{'odd' if left_out % 2 else 'even'}\n", f"{line}rare\n")
+    with pytest.raises(RefusedError, match=f"rare {UNKNOWN}"):
+        labels_in(table, some, tmp_path)
 
 
-def test_lines_of_the_test_set_are_not_read_where_training_samples_are_held_out() -> None:
-    samples, tasks = corpus(validation_fraction=0.5), [Task(name="parity", column="a", lr=1.0, seed=0)]
-    lines = [f"train,{row},{'odd' if row % 2 else 'even'}" for row in range(len(samples.train))]
-    told = "\n".join(["split,sample,a", *lines])
-    (alone,) = read_labels(tasks, told, samples)
-    (both,) = read_labels(tasks, f"{told}\ntest,0,neither\ntest,owl/test0.png,even", samples)
-    assert both.classes == ("even", "odd") and both.identity() == alone.identity()
+def test_training_samples_that_are_held_out_are_the_test_samples(tmp_path: Path) -> None:
+    samples = corpus(validation_fraction=0.5)
+    words = {row: ("even", "odd")[row % 2] for row in range(len(samples.train))}
+    told = "\n".join(["split,sample,a", *(f"train,{row},{word}" for row, word in words.items())])
+    alone = labels_in(told, samples, tmp_path)
+    both = labels_in(f"{told}\ntest,0,neither\ntest,owl/test0.png,even", samples, tmp_path)
+    assert both.classes == ("even", "odd") and both.identity() == alone.identity(), "the test set's lines were read"
     with pytest.raises(RefusedError, match="tests has no sample 0"):
-        read_labels(tasks, f"{told}\ntests,0,even", samples)
+        labels_in(f"{told}\ntests,0,even", samples, tmp_path)
+    odd_one = int(samples.evaluated_ids[0])
+    with pytest.raises(RefusedError, match=f"Even {UNKNOWN}"):
+        labels_in(told.replace(f"\ntrain,{odd_one},{words[odd_one]}", f"\ntrain,{odd_one},Even"), samples, tmp_path)
 
 
-def test_labels_may_be_any_text() -> None:
-    samples, tasks = corpus(), [Task(name="power", column="a", lr=1.0, seed=0)]
-    (labels,) = read_labels(tasks, table_of(samples, test="odd").replace("odd", "x").replace("even", "\u00b2"), samples)
-    assert labels.classes == ("x", "\u00b2")
+def test_labels_may_be_any_text(tmp_path: Path) -> None:
+    samples = corpus()
+    text = table_of(samples, test="odd").replace("odd", "x").replace("even", "\u00b2")
+    assert labels_in(text, samples, tmp_path).classes == ("x", "\u00b2")
 
 
-def test_a_sample_named_by_number_and_by_path_is_one(tmp_path: Path) -> None:
-    save_photos(tmp_path)
-    samples = deal(open_data("imagefolder", tmp_path), DataConfig(), seed=0, batch_size=8, replicas=1)
-    lines = [f"train,{path},x" for path in samples.train.source.paths]  # type: ignore[union-attr]
-    with pytest.raises(
-        RefusedError, match="line 50 of the label table: sample 2 of train already has the label x in a"
-    ):
-        read_labels(
-            [Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *lines, "train,2,y"]), samples
-        )
+def photos(folder: Path) -> tuple[Corpus, list[str]]:
+    """Return samples from image files, and the paths of the training samples."""
+    samples = deal(open_data("imagefolder", folder), DataConfig(), seed=0, batch_size=8, replicas=1)
+    return samples, list(samples.train.source.paths)  # type: ignore[union-attr]
 
 
-def test_images_without_a_label_are_named_by_their_path_and_counted(tmp_path: Path) -> None:
-    save_photos(tmp_path)
-    samples = deal(open_data("imagefolder", tmp_path), DataConfig(), seed=0, batch_size=8, replicas=1)
-    paths, last = samples.train.source.paths, samples.plan.shards[0][-1]  # type: ignore[union-attr]
-    lines = [f"train,{path},x" for path in paths]
+def test_images_are_named_by_number_or_path_and_counted_if_they_have_no_label(tmp_path: Path) -> None:
+    save_photos(tmp_path / "photos")
+    samples, paths = photos(tmp_path / "photos")
+    header, lines, last = "split,sample,a", [f"train,{path},x" for path in paths], samples.plan.shards[0][-1]
+    with pytest.raises(RefusedError, match="line 50, column a: sample 2 of train already has the label x"):
+        labels_in("\n".join([header, *lines, "train,2,y"]), samples, tmp_path)
+    with pytest.raises(RefusedError, match=f"has no label in column a, nor do {len(paths) - 2} more; label"):
+        labels_in("\n".join([header, lines[0]]), samples, tmp_path)
     lines[last] = f"train,{paths[last]},"
-    told = f"sample {paths[last]} of train has no label in column a; label "
-    for table, expected in (
-        (lines, told),
-        ([], f"of train has no label in column a, nor do {len(paths) - 1} more; label"),
-    ):
-        with pytest.raises(RefusedError, match=expected):
-            read_labels([Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *table]), samples)
+    with pytest.raises(RefusedError, match=f"sample {paths[last]} of train has no label in column a; label "):
+        labels_in("\n".join([header, *lines]), samples, tmp_path)
 
 
-def test_a_column_of_one_value_is_no_task() -> None:
+def test_a_column_of_one_value_is_no_task(tmp_path: Path) -> None:
     samples = corpus(train_samples=20, validation_fraction=0.5)
-    table = "\n".join(["sample,a", *(f"{i},x" for i in range(len(samples.train)))])
     with pytest.raises(RefusedError, match="one value only"):
-        read_labels([Task(name="a", column="a", lr=1.0, seed=0)], table, samples)
+        labels_in("\n".join(["sample,a", *(f"{i},x" for i in range(len(samples.train)))]), samples, tmp_path)
 
 
 def test_in_a_balanced_loss_all_classes_count_the_same() -> None:
@@ -255,19 +231,20 @@ def rows(*ids: int) -> Keys:
     return np.array([[i, 0] for i in ids], dtype=np.int64).reshape(-1, 2)
 
 
-def test_what_an_epoch_leaves_out_is_filled_in_with_it() -> None:
-    found = worth_filling(rows(0, 1, 2, 3, 4), batches([2, 1], [0, 4]))
-    assert found is not None and found.tolist() == rows(3).tolist()
-
-
-def test_few_rows_that_many_batches_lack_are_filled_in_at_once() -> None:
-    found = worth_filling(rows(1, 5, 9), batches([1, 2], [3, 5], [6, 7]))
-    assert found is not None and sorted(found[:, 0].tolist()) == [1, 5, 9]
-
-
-def test_nothing_is_filled_in_where_that_spares_nothing() -> None:
-    assert worth_filling(rows(1, 2, 3, 4), batches([1, 2], [3, 4])) is None
-    assert worth_filling(rows(1, 2, 3, 4, 5, 6, 7, 8), batches([1, 2])) is None
+@pytest.mark.parametrize(
+    ("missing", "due", "filled"),
+    [
+        # What an epoch leaves out, with it.
+        (rows(0, 1, 2, 3, 4), batches([2, 1], [0, 4]), [3]),
+        # Few rows that many batches lack.
+        (rows(1, 5, 9), batches([1, 2], [3, 5], [6, 7]), [1, 5, 9]),
+        # Nothing, if that spares nothing.
+        (rows(1, 2, 3, 4), batches([1, 2], [3, 4]), []),
+        (rows(1, 2, 3, 4, 5, 6, 7, 8), batches([1, 2]), []),
+    ],
+)
+def test_rows_are_filled_in_if_that_spares_batches(missing: Keys, due: list[Batch], filled: list[int]) -> None:
+    assert sorted(worth_filling(missing, due)[:, 0].tolist()) == filled
 
 
 def test_paths_and_labels_of_a_table_may_write_accents_otherwise_than_the_folders(tmp_path: Path) -> None:
@@ -275,11 +252,10 @@ def test_paths_and_labels_of_a_table_may_write_accents_otherwise_than_the_folder
     save_photos(tmp_path / "photos")
     for part in ("train", "test"):
         (tmp_path / "photos" / part / "a").rename(tmp_path / "photos" / part / decomposed)
-    samples = deal(open_data("imagefolder", tmp_path / "photos"), DataConfig(), seed=0, batch_size=8, replicas=1)
+    samples, _ = photos(tmp_path / "photos")
     lines = [
         f"{split},{path.replace(decomposed, composed)},{(composed, decomposed, 'tea')[row % 3]}"
         for split, images in (("train", samples.train), ("test", samples.evaluated))
         for row, path in enumerate(images.source.paths)  # type: ignore[union-attr]
     ]
-    [labels] = read_labels([Task(name="a", column="a", lr=1.0, seed=0)], "\n".join(["split,sample,a", *lines]), samples)
-    assert labels.classes == (composed, "tea")
+    assert labels_in("\n".join(["split,sample,a", *lines]), samples, tmp_path).classes == (composed, "tea")

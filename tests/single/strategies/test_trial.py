@@ -52,16 +52,9 @@ def test_one_disturbed_round_decides_nothing(disturbed: int) -> None:
     assert in_rounds(taken)[0] == "b"
 
 
-def test_what_is_far_longer_is_tried_in_two_rounds_and_the_second_goes_backwards() -> None:
-    taken = {"a": [1.0] * ROUNDS, "b": [0.7] * ROUNDS, "c": [0.75] * ROUNDS, "d": [0.9] * ROUNDS}
-    assert in_rounds(taken) == ("b", ["a", "b", "c", "d", "d", "c", "b", "a", "b", "c"])
-    del taken["b"], taken["c"]
-    assert in_rounds(taken) == ("d", ["a", "d", "d", "a", "a", "d"])
-    assert in_rounds({"a": [1.0, 1.0], "b": [0.5, 0.5]}) == ("b", ["a", "b", "b", "a"])
-
-
-def test_what_is_no_longer_tried_cannot_win_where_the_others_become_slower() -> None:
-    assert in_rounds({"a": [0.10, 0.10, 0.15], "b": [0.10, 0.15, 0.15], "c": [0.13, 0.14]})[0] == "a"
+def test_every_other_round_goes_backwards() -> None:
+    taken = {"a": [1.0] * ROUNDS, "b": [0.7] * ROUNDS, "c": [0.75] * ROUNDS}
+    assert in_rounds(taken) == ("b", ["a", "b", "c", "c", "b", "a", "a", "b", "c"])
 
 
 def test_one_alone_is_not_tried() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
@@ -88,35 +86,16 @@ def example_images(context: BuildContext, *, rows: int) -> Tensor:
     return blank(seen_shape(context.corpus.train.image_shape, context.feed.images.transform.image_size), rows=rows)
 
 
-def open_segments(
-    context: BuildContext,
-    settings: CutConfig,
-    measure: Callable[[], Sequence[float]],
-    *,
-    depth: int,
-    parts: int,
-    fewer: bool = False,
-) -> tuple[Segment, ...]:
-    """Cut the first `depth` blocks into `parts` segments, equal on all ranks. Collective.
+def measured_costs(
+    context: BuildContext, settings: CutConfig, measure: Callable[[], Sequence[float]]
+) -> Sequence[float]:
+    """Return each block's cost by --cut-by; by default the seconds that `measure` returns on rank 0. Collective.
 
-    Segments are balanced by --cut-by, or begin at --cut-at; there may be `fewer`. `measure` returns each block's
-    seconds, of which rank 0's are used.
-
-    Raises:
-        UsageError: --cut-at does not fit.
+    For strategies whose result does not depend on where they are cut: times differ between ranks and runs.
     """
-    if settings.cut_by == "given":
-        given = partial(cut_at, settings.starts(), depth=depth, parts=parts, fewer=fewer)
-        return raise_on_all_ranks(context.world, given, name="cutting.given")
-    return cut_evenly(block_costs(context, settings, measure)[:depth], parts=parts)
-
-
-def block_costs(context: BuildContext, settings: CutConfig, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
-    """Return each block's cost by --cut-by, or seconds if cuts are given; equal on all ranks. Collective."""
-    world, by = context.world, settings.cut_by
-    if by in ("params", "count"):
-        return counted_costs(context.chain, by)
-    # Times differ between ranks and runs; where the cut is changes no bit.
+    if settings.cut_by in ("params", "count"):
+        return counted_costs(context.chain, settings.cut_by)
+    world = context.world
     return world.broadcast_object(list(measure()) if world.rank == 0 else [], name="cutting.seconds")
 
 
@@ -124,6 +103,28 @@ def counted_costs(chain: Chain, by: str) -> list[float]:
     """Return each block's cost by --cut-by `params` or `count`."""
     blocks = range(len(chain.blocks))
     return [float(segment_bytes(chain, (block, block + 1))) if by == "params" else 1.0 for block in blocks]
+
+
+def cut_blocks(
+    settings: CutConfig,
+    costs: Sequence[float],
+    *,
+    parts: int,
+    first: int = 0,
+    fewer: bool = False,
+    by_compute: Callable[..., tuple[Segment, ...]] = cut_evenly,
+) -> tuple[Segment, ...]:
+    """Cut the blocks from `first` on into `parts` segments: at --cut-at, or with similar `costs`, one for each block.
+
+    `by_compute` cuts them if --cut-by is `compute`; with `fewer`, --cut-at may give fewer segments.
+
+    Raises:
+        UsageError: --cut-at does not fit.
+    """
+    if settings.cut_by == "given":
+        return cut_at(settings.starts(), depth=len(costs), parts=parts, first=first, fewer=fewer)
+    cut = by_compute if settings.cut_by == "compute" else cut_evenly
+    return tuple((first + start, first + stop) for start, stop in cut(costs[first:], parts=parts))
 
 
 def trained_segments(
@@ -144,15 +145,10 @@ def trained_segments(
     Raises:
         UsageError: there are too few blocks, --cut-at does not fit, or a segment has no parameters to train.
     """
-    settings, depth = CutConfig.of(config), len(chain.blocks)
-    check_parts(config, parts, blocks=depth - first)
-    if settings.cut_by == "given":
-        segments = cut_at(settings.starts(), depth=depth, parts=parts, first=first)
-    else:
-        by, costs, cut = settings.cut_by, operations, by_compute
-        if by in ("params", "count"):
-            costs, cut = counted_costs(chain, by), cut_evenly
-        segments = tuple((first + start, first + stop) for start, stop in cut(costs[first:], parts=parts))
+    settings = CutConfig.of(config)
+    check_parts(config, parts, blocks=len(chain.blocks) - first)
+    costs = counted_costs(chain, settings.cut_by) if settings.cut_by in ("params", "count") else operations
+    segments = cut_blocks(settings, costs, parts=parts, first=first, by_compute=by_compute)
     check_parameters(chain, segments, what=what)
     return segments
 

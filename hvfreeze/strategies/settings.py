@@ -11,8 +11,10 @@ from typing_extensions import Self
 from hvfreeze.rules import between, choice, number_list, rule
 from hvfreeze.section import Alternative, Section, setting
 
-MOST_PARTS = 4096
-Parts = Annotated[int, between(1, MOST_PARTS)]
+Parts = Annotated[int, between(1, 4096)]
+"""A number of parts, replicas or models."""
+Round = Annotated[int, between(1, 2**31 - 1)]
+"""A number of steps that ranks train alone."""
 
 Accepted = tuple[tuple[object, ...], str]
 """The values of a setting that go with a strategy, and the reason why others do not."""

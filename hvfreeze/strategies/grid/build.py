@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,24 +18,23 @@ from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
-from hvfreeze.model.blocks import Chain
-from hvfreeze.model.modes import state_kept
-from hvfreeze.model.segments import RunBlocks, Segment, block_seconds
+from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.model.segments import Segment, block_seconds
 from hvfreeze.optim import Objective
 from hvfreeze.prefix.cache_decision import CostInputs
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
-    block_costs,
     check_not_tied,
     check_parameters,
     check_parts,
     check_rows,
+    cut_blocks,
     example_images,
+    measured_costs,
     open_cost_inputs,
     open_freezer,
-    open_segments,
 )
 from hvfreeze.strategies.grid.cached_rows import REMOTE_ROWS, CachedRows, FrozenDigests, RemotePrefix, keeps_rows
 from hvfreeze.strategies.grid.partitioning import (
@@ -51,6 +49,7 @@ from hvfreeze.strategies.grid.partitioning import (
 from hvfreeze.strategies.grid.pipeline import EVALUATION, LANES, Pipeline
 from hvfreeze.strategies.grid.settings import GridConfig
 from hvfreeze.strategies.grid.strategy import Grid
+from hvfreeze.strategies.model_parallel import dry_run
 
 
 def open_grid(context: BuildContext, config: Config) -> Grid:
@@ -62,16 +61,18 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
     world, chain, settings = context.world, context.chain, config.optimizer
     facts = raise_on_all_ranks(world, lambda: facts_of(config, context), name="grid.settings")
     halves = Halves(chain, settings.precision)
-    trials = raise_on_all_ranks(world, lambda: try_sizes(context, config, halves, facts), name="grid.trial")
-
-    def seconds() -> Sequence[float]:
-        return trials[min(trials)].seconds
-
-    segments = open_segments(context, GridConfig.of(config), seconds, depth=len(chain.blocks), parts=facts.parts)
-    raise_on_all_ranks(world, lambda: check_parameters(chain, segments, frozen=True), name="grid.segments")
-    costs = block_costs(context, GridConfig.of(config), seconds)
+    rows = sizes_of(settings.batch_size, facts.micro_batches)
+    costs = measured_costs(context, GridConfig.of(config), lambda: block_times(context, config, halves, rows=rows[-1]))
+    segments = raise_on_all_ranks(
+        world, lambda: cut_blocks(GridConfig.of(config), costs, parts=facts.parts), name="grid.segments"
+    )
+    raise_on_all_ranks(world, lambda: check_parameters(chain, segments, frozen=True), name="grid.parameters")
     places = open_places(world, facts, observing=observes(config))
-    boundaries = {rows: trial.boundaries for rows, trial in trials.items()}
+    with in_evaluation(chain.model):
+        boundaries = {
+            number: dry_run(halves.prefix, example_images(context, rows=number), depth=len(chain.blocks))
+            for number in {*rows, settings.batch_size}
+        }
     introduce(context, facts, segments, boundaries[settings.batch_size])
     if facts.repartitions and GridConfig.of(config).cut_by not in ("params", "count"):
         context.say(
@@ -205,57 +206,24 @@ def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
     return max(parts, number // parts * parts) if repartitions else number
 
 
-class BlockTrial(NamedTuple):
-    """The layouts of tensors between blocks for images of one shape, and each block's seconds."""
+def block_times(context: BuildContext, config: Config, halves: Halves, *, rows: int) -> list[float]:
+    """Return the seconds of each block in a training step, forward and backward, on `rows` samples.
 
-    boundaries: tuple[TensorLayout, ...]
-    seconds: tuple[float, ...]
-    """Seconds of each block, forward and backward."""
-
-
-def try_sizes(context: BuildContext, config: Config, halves: Halves, facts: GridFacts) -> dict[int, BlockTrial]:
-    """Return a trial for each number of samples that passes through the pipeline at once."""
-    images = example_images(context, rows=config.optimizer.batch_size)
-    rows = {*sizes_of(len(images), facts.micro_batches), len(images)}
-    kept = config.freeze.statistics == "kept"
-    return {number: try_blocks(context.chain, halves.part, images[:number], kept=kept) for number in sorted(rows)}
-
-
-def try_blocks(chain: Chain, run: RunBlocks, images: Tensor, *, kept: bool = False) -> BlockTrial:
-    """Try a training step with `images`, (B, C, H, W), without changing parameters, buffers, modes or random state.
-
-    With `kept`, BatchNorm normalises by its running statistics, as in training.
-
-    Raises:
-        UsageError: a block cannot be trained on so few images.
+    Parameters, buffers, modes and random state do not change.
     """
-    boundaries = {0: TensorLayout.of(images)}
+    model = context.chain.model
 
     def step(x: Tensor, start: int, stop: int) -> Tensor:
-        output = one_block(run, x, start, name=chain.blocks[start].name)
-        boundaries[stop] = TensorLayout.of(output)
-        return output
+        output = halves.part(x.detach().requires_grad_(), start, stop)
+        output.backward(torch.ones_like(output))
+        return output.detach()
 
-    with state_kept(chain.model):
-        chain.model.train()
-        for module in chain.model.modules() if kept else ():
+    with state_kept(model):
+        model.train()
+        for module in model.modules() if config.freeze.statistics == "kept" else ():
             if isinstance(module, _BatchNorm):
                 module.eval()
-        seconds = block_seconds(step, images, depth=len(chain.blocks))
-    return BlockTrial(tuple(boundaries.values()), tuple(seconds))
-
-
-def one_block(run: RunBlocks, x: Tensor, block: int, *, name: str) -> Tensor:
-    """Return a block's output, without gradient, after a forward and a backward pass."""
-    try:
-        output = run(x.detach().requires_grad_(), block, block + 1)
-        output.backward(torch.ones_like(output))
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"block {name} cannot be trained on micro-batches of {len(x)} samples ({error}); lower --micro-batches "
-            "or raise --batch-size"
-        ) from error
-    return output.detach()
+        return block_seconds(step, example_images(context, rows=rows), depth=len(context.chain.blocks))
 
 
 def open_places(world: World, facts: GridFacts, *, observing: bool) -> dict[int, Place]:

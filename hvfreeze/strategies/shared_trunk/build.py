@@ -21,7 +21,7 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.prefix.splits import Recipe, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.build_parts import check_not_tied, check_rows, example_images, open_segments
+from hvfreeze.strategies.build_parts import check_not_tied, check_rows, cut_blocks, example_images, measured_costs
 from hvfreeze.strategies.model_parallel import dry_run
 from hvfreeze.strategies.shared_trunk.features import FeatureSource, TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
@@ -144,8 +144,9 @@ def open_plan(
     if settings.trunk == "whole":
         rank = world.rank
         return LinePlan(((0, depth),), depths[rank : rank + 1], (tuple(shares[rank]),))
-    seconds = partial(block_seconds, run, images, depth=depth)
-    segments = open_segments(context, settings, seconds, depth=depth, parts=world.size, fewer=True)
+    costs = measured_costs(context, settings, partial(block_seconds, run, images, depth=depth))[:depth]
+    cut = partial(cut_blocks, settings, costs, parts=world.size, fewer=True)
+    segments = raise_on_all_ranks(world, cut, name="trunk.segments")
     return LinePlan(segments, depths, tuple(map(tuple, shares)), settings.labels)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hvfreeze.rules import between, choice, rule
+from hvfreeze.rules import choice, rule
 from hvfreeze.section import Count, setting
-from hvfreeze.strategies.settings import Accepted, CutConfig, Refusal
+from hvfreeze.strategies.settings import Accepted, CutConfig, Parts, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class SharedTrunkConfig(CutConfig):
     """Several models on one frozen trunk, which is distributed over all ranks."""
 
     strategy: str = "shared-trunk"
-    heads: Annotated[int, between(1, 4096)] | None = setting(
+    heads: Parts | None = setting(
         None, "N", "number of models, each a head on the labels of the data set; default: one per rank"
     )
     tasks: str | None = setting(None, "FILE", "one model per task; a CSV of labels, or YAML with more settings")

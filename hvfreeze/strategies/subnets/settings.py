@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from hvfreeze.heads.settings import parse_mlp
-from hvfreeze.rules import between
 from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Accepted, StrategyConfig
-
-Round = Annotated[int, between(1, 2**31 - 1)]
+from hvfreeze.strategies.settings import Accepted, Round, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

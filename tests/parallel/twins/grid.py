@@ -18,8 +18,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, Tensor]
-"""Images and labels."""
+from tests.parallel.twins import Batch
+
 Ranges = Callable[[nn.Module], Sequence[Callable[[Tensor], Tensor]]]
 """A model -> its partitions, in forward order."""
 
@@ -82,18 +82,6 @@ class Grid:
             }
             self.optimizers.append(torch.optim.SGD(model.parameters(), **options))
             self.optimizers[-1].load_state_dict(deepcopy(optimizer.state_dict()))
-
-    @torch.no_grad()
-    def pool(self) -> None:
-        """Give every replica the statistics of all: mean of means, and the law of total variance."""
-        for norms in zip(*[[m for m in each.modules() if hasattr(m, "running_mean")] for each in self.models]):
-            means = [norm.running_mean.double() for norm in norms]
-            mean = sum(means[1:], means[0]) / len(norms)
-            spreads = [norm.running_var.double() + (own - mean) ** 2 for norm, own in zip(norms, means)]
-            variance = sum(spreads[1:], spreads[0]) / len(norms)
-            for norm in norms:
-                norm.running_mean.copy_(mean)
-                norm.running_var.copy_(variance)
 
 
 def one_way_and_back(

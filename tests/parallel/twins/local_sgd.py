@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-Batch = tuple[Tensor, Tensor]
-"""Images and labels."""
+from tests.parallel.twins import Batch, pool
 
 
 class Copies:
@@ -55,12 +54,7 @@ class Copies:
         """Return the model that is evaluated and kept."""
         models = deepcopy(self.models)
         average(models)
-        for norms in zip(*[[m for m in each.modules() if hasattr(m, "running_mean")] for each in models]):
-            means = [norm.running_mean.double() for norm in norms]
-            mean = sum(means[1:], means[0]) / len(norms)
-            spreads = [norm.running_var.double() + (own - mean) ** 2 for norm, own in zip(norms, means)]
-            norms[0].running_mean.copy_(mean)
-            norms[0].running_var.copy_(sum(spreads[1:], spreads[0]) / len(norms))
+        pool(models)
         return models[0]
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, Tensor]
-"""(B, inputs) and labels."""
+from tests.parallel.twins import Batch, pool_norms
+
 DEALING = 0x646561
 
 
@@ -105,11 +105,9 @@ class Workers:
             for norm in norms:
                 norm.momentum = 1.0
             model(inputs)
-            found.append([(norm.running_mean.double(), norm.running_var.double()) for norm in norms])  # type: ignore[union-attr]
-        for norm, *own in zip(norms, *found, strict=True):
-            mean = sum(m for m, _ in own) / self.number
-            norm.running_mean.copy_(mean)  # type: ignore[union-attr]
-            norm.running_var.copy_(sum(v + (m - mean) ** 2 for m, v in own) / self.number)  # type: ignore[union-attr]
+            found.append([(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms])  # type: ignore[union-attr]
+        for norm, *seen in zip(norms, *found, strict=True):
+            pool_norms([norm], seen)
             norm.num_batches_tracked.zero_()  # type: ignore[union-attr]
         return model
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.local_critics import LocalCritics
 from tests.parallel.workers import checking
 from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, let_runs_build, small_resnet
-from tests.parallel.workers.runs import interrupted, lines
+from tests.parallel.workers.runs import interrupted, see_that_stopped_runs_go_on
 
 BATCH, STEPS, EPOCHS, LR, CRITIC_LR, DECAY = 8, 6, 2, 0.03, 1e-3, 1e-2
 PIXELS = 16
@@ -134,47 +134,20 @@ def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
     """On as many ranks, and on one: in the middle of an epoch, with messages under way when it is asked to leave."""
     let_runs_build(with_dropout)
     given = {"epochs": 3, "critic_every": 2, "schedule": "cosine", "optimizer": "adamw", "lr": 1e-3, "clip_grad": 1.0}
-    straight = run(trial.config("straight", **given), trial.world)
     # Ranks leave some steps after they were asked to, on no size at an epoch's end.
-    interrupted(trial.config("stop", **given), trial.world, after=STEPS + 3 - trial.world.size)
-    where = None
-    if trial.world.rank == 0:
-        paths = (trial.root / "stop" / "checkpoints").glob("step-*.pt")
-        where = max(int(path.stem.partition("-")[2]) for path in paths)
-        copy_tree(trial.root / "stop", trial.root / "alone")
-    where = trial.world.broadcast_object(where, name="test.where")
-    assert where % STEPS, "stopped at an epoch's end"
-    resumed = run(trial.config("stop", resume=True, **given), trial.world)
-    assert resumed["parameter_digest"] == straight["parameter_digest"]
-    for key in ("wire_bytes", "exit_accuracy"):
-        assert resumed["critics"][key] == straight["critics"][key], key
-    if trial.alone is not None:
-        changed = {} if trial.world.size == 1 else {"resume_inexact": True}
-        alone = run(trial.config("alone", resume=True, **given, **changed), trial.alone)
-        assert alone["parameter_digest"] == straight["parameter_digest"], "one process goes on otherwise"
-        whole = run(trial.config("whole", **given), trial.alone)
-        assert whole["parameter_digest"] == straight["parameter_digest"], "one process trains otherwise"
-        mine, theirs = (untimed(trial.root / name) for name in ("stop", "straight"))
-        assert mine == theirs
+    stop, configure = STEPS + 3 - trial.world.size, partial(trial.config, **given)
+    straight = see_that_stopped_runs_go_on(
+        configure, trial.world, [stop], part="critics", without=["other_collective_bytes"]
+    )
+    if trial.world.size > 1:
+        interrupted(configure("alone"), trial.world, after=stop)
+        if trial.alone is not None:
+            resumed = run(configure("alone", resume=True, resume_inexact=True), trial.alone)
+            assert resumed["parameter_digest"] == straight["parameter_digest"], "one process goes on otherwise"
+            whole = run(configure("whole"), trial.alone)
+            assert whole["parameter_digest"] == straight["parameter_digest"], "one process trains otherwise"
     let_runs_build(small_resnet)
     trial.world.barrier(name="test.stopped")
-
-
-def copy_tree(source: Path, target: Path) -> None:
-    for path in [path for path in source.rglob("*") if path.is_file() and path.name != "lock"]:
-        copy = target / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-
-
-def untimed(directory: Path) -> list[str]:
-    measured = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "evaluation_wire_bytes")
-    found = []
-    for line in lines(directory, "metrics"):
-        line["critics"] = {key: value for key, value in line["critics"].items() if key not in measured}
-        line.pop("other_collective_bytes", None)
-        found.append(json.dumps(line))
-    return found
 
 
 def check_a_frozen_front_is_read_from_the_cache(trial: Trial) -> None:

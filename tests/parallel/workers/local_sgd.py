@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.local_sgd import Copies
 from tests.parallel.workers import checking
 from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, small_resnet
-from tests.parallel.workers.runs import interrupted, lines
+from tests.parallel.workers.runs import record_of, see_that_stopped_runs_go_on
 
 BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -53,23 +54,6 @@ class Trial(checking.Trial):
     def steps(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Return for each step of a run the batches of all ranks."""
         return [step for epoch in batches_of(self.config("data"), replicas=self.world.size) for step in epoch]
-
-
-def killed(config: Config, world: World, *, after: int) -> None:
-    """Make a run that ends without a word after some steps."""
-    make_step = loop.train_step
-
-    def step(job: Job, batches: Sequence[Batch]) -> float:
-        if job.step == after:
-            raise Preempted("ended")
-        return make_step(job, batches)
-
-    with patch.object(loop, "train_step", step):
-        try:
-            run(config, world)
-        except Preempted:
-            return
-    raise AssertionError("the run was not ended")
 
 
 def check_every_round_is_the_twin(trial: Trial) -> None:
@@ -104,33 +88,46 @@ def check_alone_it_is_plain_training(trial: Trial) -> None:
 
 def check_looking_changes_nothing_and_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
     given = {"local_steps": 5, "schedule": "cosine", "freeze": "static", "cut": 1, "augment": "views:2", "cache": "on"}
-    unseen = run(trial.config("unseen", **given), trial.world)
-    given["checkpoint_every"] = "3steps"
-    straight = run(trial.config("straight", **given), trial.world)
-    assert straight["parameter_digest"] == unseen["parameter_digest"], "a checkpoint changed the training"
+    see_rounds_that_are_looked_at(trial, "local_sgd", given)
+
+
+def see_rounds_that_are_looked_at(trial: Trial, part: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Compare runs with and without checkpoints, and stopped in rounds; return the summary of one with checkpoints."""
+    alone = run(trial.config("unseen", **given), trial.world)
+    configure = partial(trial.config, **given, checkpoint_every="3steps")
+    # A run that is asked to leave does so at a round's end; one that is killed goes on from its last checkpoint.
+    looked = [part, "other_collective_bytes"]
+    straight = see_that_stopped_runs_go_on(configure, trial.world, [6], part=part, without=looked)
+    assert straight["parameter_digest"] == alone["parameter_digest"], "a checkpoint changed the training"
+    if trial.world.rank == 0:
+        kept = trial.root / "stop-6" / "checkpoints"
+        assert (kept / "step-00000010.pt").exists(), "it left before the round's end"
     # After steps 3 and 6; rounds end at 5 and 10.
     for after in (4, 8):
-        config = trial.config(f"killed-{after}", **given)
-        killed(config, trial.world, after=after)
-        see_that_it_goes_on(trial, f"killed-{after}", straight, given)
-    interrupted(trial.config("asked", **given), trial.world, after=6)
-    if trial.world.rank == 0:
-        assert (trial.root / "asked" / "checkpoints" / "step-00000010.pt").exists(), "it left before the round's end"
-    see_that_it_goes_on(trial, "asked", straight, given)
+        killed(configure(f"killed-{after}"), trial.world, after=after)
+        resumed = run(configure(f"killed-{after}", resume=True), trial.world)
+        assert resumed["parameter_digest"] == straight["parameter_digest"], f"ended after {after}"
+        if trial.world.rank == 0:
+            seen, expected = (record_of(trial.root / n, without=looked) for n in (f"killed-{after}", "straight"))
+            assert seen == expected, f"ended after {after}"
+    return straight
 
 
-def see_that_it_goes_on(trial: Trial, name: str, straight: dict[str, Any], given: dict[str, Any]) -> None:
-    resumed = run(trial.config(name, resume=True, **given), trial.world)
-    assert resumed["parameter_digest"] == straight["parameter_digest"], name
-    assert resumed["local_sgd"]["wire_bytes"] == straight["local_sgd"]["wire_bytes"], name
-    if trial.world.rank == 0:
-        # Checkpoints, where models are looked at, come at other steps where a run was asked to leave.
-        looked = ("local_sgd", "other_collective_bytes")
-        seen, expected = (
-            [{k: v for k, v in line.items() if k not in looked} for line in lines(trial.root / each, "metrics")]
-            for each in (name, "straight")
-        )
-        assert seen == expected, name
+def killed(config: Config, world: World, *, after: int) -> None:
+    """Make a run that ends without a word after some steps."""
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Sequence[Batch]) -> float:
+        if job.step == after:
+            raise Preempted("ended")
+        return make_step(job, batches)
+
+    with patch.object(loop, "train_step", step):
+        try:
+            run(config, world)
+        except Preempted:
+            return
+    raise AssertionError("the run was not ended")
 
 
 def check_all_ranks_learn_of_numbers_that_are_not_finite(trial: Trial) -> None:

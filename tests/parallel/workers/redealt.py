@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hvfreeze.config.tree import Config
 from hvfreeze.training.run import run
+from tests.parallel.twins import pool
 from tests.parallel.twins.grid import Grid
 from tests.parallel.workers.checking import batches_of
-from tests.parallel.workers.grid import BOUNDARIES, Trial, laid_out, ranges, without_places
-from tests.parallel.workers.runs import interrupted, lines
+from tests.parallel.workers.grid import BOUNDARIES, Trial, laid_out, ranges
+from tests.parallel.workers.runs import lines, see_that_stopped_runs_go_on
 
 BATCH, STEPS, EPOCHS, LR = 12, 2, 5, 1e-3
 MICRO_BATCHES = {2: 4, 3: 3, 4: 4}
@@ -62,7 +63,7 @@ class Redealt(Trial):
             for batches in steps:
                 lines = len(twin.models) // replicas
                 twin.step([some for x, y in batches for some in zip(x.tensor_split(lines), y.tensor_split(lines))])
-            twin.pool()
+            pool(twin.models)
         return twin.models[0].state_dict()
 
 
@@ -124,20 +125,14 @@ def metrics_of(trial: Redealt, name: str) -> list[dict[str, Any]]:
 
 
 def check_a_resumed_run_is_the_uninterrupted_one(trial: Redealt) -> None:
-    parts = trial.world.size
     given: dict[str, Any] = {"redeal": "on", "cache": "on", "accumulate": STEPS, "interval": 1}
     given |= {"optimizer": "adamw", "clip_grad": 0.1, "compression": "fp16"}
-    straight = run(trial.frozen("straight", parts, **given), trial.world)
-    dealt = deals_of(straight)[1][0]
-    for stop in (dealt - 1, dealt + 1):
-        interrupted(trial.frozen(f"stop-{stop}", parts, **given), trial.world, after=stop - 1)
-        resumed = run(trial.frozen(f"stop-{stop}", parts, resume=True, **given), trial.world)
-        for key in ("parameter_digest", "cut_history"):
-            assert resumed[key] == straight[key], f"{key} differs when stopped after {stop}"
-        assert resumed["grid"]["deals"] == straight["grid"]["deals"]
-        if trial.world.rank == 0:
-            mine, theirs = (without_places(trial.root / name, "decisions") for name in (f"stop-{stop}", "straight"))
-            assert mine == theirs
+
+    def stops(straight: dict[str, Any]) -> list[int]:
+        dealt = deals_of(straight)[1][0]
+        return [dealt - 2, dealt]
+
+    see_that_stopped_runs_go_on(partial(trial.frozen, parts=trial.world.size, **given), trial.world, stops)
 
 
 setting = Redealt

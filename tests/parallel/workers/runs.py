@@ -131,6 +131,54 @@ def interrupted(config: Config, world: World, *, after: int) -> None:
     raise AssertionError("the run was not interrupted")
 
 
+MEASURED = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "forward_seconds", "evaluation_wire_bytes")
+"""Numbers of a strategy that differ between equal runs; evaluations come at other steps where a run was stopped."""
+
+
+def record_of(directory: Path, *, without: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the lines of a run's record, but for what is measured and the keys `without`."""
+    found = []
+    for line in [line for kind in ("metrics", "decisions") for line in lines(directory, kind)]:
+        kept = {key: value for key, value in line.items() if key not in without}
+        parts = {key: value for key, value in kept.items() if isinstance(value, dict)}
+        found.append(kept | {key: {k: v for k, v in part.items() if k not in MEASURED} for key, part in parts.items()})
+    return found
+
+
+def see_that_stopped_runs_go_on(
+    configure: Callable[..., Config],
+    world: World,
+    stops: Sequence[int] | Callable[[dict[str, Any]], Sequence[int]],
+    *,
+    part: str = "",
+    without: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Compare runs that are stopped and go on with the one that never was; return its summary.
+
+    Args:
+        configure: the settings of a run of this name; `resume` lets it go on.
+        world: the ranks.
+        stops: the steps after which the last rank is asked to leave, or a function of the summary.
+        part: the strategy's part of the summary, whose bytes must be equal too.
+        without: keys of the record that need not be equal.
+    """
+    straight = run(configure("straight"), world)
+    for stop in stops(straight) if callable(stops) else stops:
+        config = configure(f"stop-{stop}")
+        interrupted(config, world, after=stop)
+        resumed = run(configure(f"stop-{stop}", resume=True), world)
+        for key in ("parameter_digest", "cut_history", "models"):
+            assert resumed.get(key) == straight.get(key), f"{key} differs when stopped after {stop}"
+        if part:
+            assert resumed[part]["wire_bytes"] == straight[part]["wire_bytes"], f"stopped after {stop}"
+        if world.rank == 0:
+            directory = Path(config.run.run_dir or "")
+            expected = record_of(directory.with_name("straight"), without=without)
+            assert record_of(directory, without=without) == expected, f"stopped after {stop}"
+        world.barrier(name="test.resumed")
+    return straight
+
+
 def see_that_resumed_runs_are_equal(
     world: World, root: Path, name: str, *, everywhere: bool, **settings: Any
 ) -> list[list[int]]:

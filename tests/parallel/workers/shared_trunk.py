@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.shared_trunk import Alone, seeded
 from tests.parallel.workers import checking
 from tests.parallel.workers.checking import as_runs_lay_out, differing
-from tests.parallel.workers.runs import interrupted
+from tests.parallel.workers.runs import lines, see_that_stopped_runs_go_on
 
 models: Any = torchvision.models
 BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
@@ -55,9 +55,6 @@ class Trial(checking.Trial):
         }
         return super().config(name, **{**base, **changes})
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.root / name / "metrics.jsonl").read_text().splitlines()]
-
     def alone(self, name: str, *, own: tuple[str, ...], seed: int, labels: Tensor, **options: Any) -> dict[str, Tensor]:
         """The twin of one model of the run `name`, trained on rank 0."""
         prepared = prepare(self.config(f"data-of-{name}-{seed}", heads=1, **self.shown), SoloWorld())
@@ -77,7 +74,7 @@ class Trial(checking.Trial):
 
     def wire_bytes(self, name: str) -> list[dict[str, int]]:
         """What each epoch of a run sent, by lane."""
-        sums = [line["trunk"]["wire_bytes"] for line in self.lines(name)]
+        sums = [line["trunk"]["wire_bytes"] for line in lines(self.root / name, "metrics")]
         return [{k: now[k] - before[k] for k in now} for before, now in zip([dict.fromkeys(sums[0], 0), *sums], sums)]
 
 
@@ -117,7 +114,7 @@ def check_heads_are_those_that_are_trained_alone(trial: Trial) -> None:
         labels = digits_labels()
         for i, lr in ((0, LR), (2, 0.01), (4, LR)):
             trial.compare("heads", f"head{i}", trial.alone("heads", own=("fc",), seed=i, labels=labels, lr=lr))
-        line = trial.lines("heads")[-1]
+        line = lines(trial.root / "heads", "metrics")[-1]
         assert set(line["models"]) == {f"model-head{i}" for i in range(count)}
         accuracies = [entry["test_accuracy"] for entry in line["models"].values()]
         assert abs(line["test_accuracy"] - sum(accuracies) / count) < 1e-12
@@ -180,21 +177,7 @@ def check_the_line_falls_silent(trial: Trial) -> None:
 
 def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
     given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "3steps", "schedule": "cosine"}
-    straight = run(trial.config("straight", **given), trial.world)
-    for stop in (2, STEPS + 1):
-        interrupted(trial.config(f"stop-{stop}", **given), trial.world, after=stop)
-        resumed = run(trial.config(f"stop-{stop}", resume=True, **given), trial.world)
-        assert resumed["parameter_digest"] == straight["parameter_digest"], f"differs when stopped after {stop}"
-        assert (
-            resumed["models"] == straight["models"]
-            and resumed["other_collective_bytes"] == straight["other_collective_bytes"]
-        )
-        if trial.world.rank == 0:
-            seen, expected = (
-                [(line["train_loss"], line["models"]) for line in trial.lines(name)]
-                for name in (f"stop-{stop}", "straight")
-            )
-            assert seen == expected
+    see_that_stopped_runs_go_on(partial(trial.config, **given), trial.world, [2, STEPS + 1], without=["trunk"])
 
 
 def check_numbers_that_are_not_finite_stop_all_ranks(trial: Trial) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.stale_ring import StaleRing
 from tests.parallel.workers import checking
 from tests.parallel.workers.checking import as_runs_lay_out, batches_of, differing, let_runs_build, small_resnet
-from tests.parallel.workers.runs import interrupted, lines
+from tests.parallel.workers.runs import lines, see_that_stopped_runs_go_on
 
 BATCH, CONTEXT, STEPS, EPOCHS, LAYERS = 4, 8, 7, 2, 4
 STALE_AFTER = 3
@@ -38,7 +38,9 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], torch
     ),
 }
 RESNET = as_runs_lay_out(small_resnet)
-PIXELS = 16
+UNTIED = {"model": "resnet20", "data": "digits", "image_size": 16, "blocks": "residual"}
+UNTIED |= {"context": None, "data_dir": None}
+"""Runs whose model has no parameter that both ends use."""
 
 
 class WithDropout(TinyLM):
@@ -172,9 +174,7 @@ def check_a_model_whose_ends_share_nothing_is_the_twin(trial: Trial) -> None:
         return
     let_runs_build(small_resnet)
     flags, open_optimizer = OPTIMIZERS["sgd"]
-    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual"}
-    given |= {"context": None, "data_dir": None}
-    config = trial.config("untied", **given, **flags)
+    config = trial.config("untied", **UNTIED, **flags)
     summary = run(config, trial.world)
     if trial.world.rank == 0:
         torch.manual_seed(0)
@@ -246,40 +246,18 @@ def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
     """In the warm-up, where the first modules have no gradient as yet, and in the middle of a full pipeline."""
     let_runs_build_lm(WithDropout)
     given = {"epochs": 3, "schedule": "cosine", "clip_grad": 1.0, "lr": 3e-3, "tied_gradient": "half"}
-    straight = run(trial.config("straight", **given), trial.world)
-    for stop in (1, STALE_AFTER, STALE_AFTER + 1, STEPS + 3):
-        interrupted(trial.config(f"stop-{stop}", **given), trial.world, after=stop)
-        resumed = run(trial.config(f"stop-{stop}", resume=True, **given), trial.world)
-        assert resumed["parameter_digest"] == straight["parameter_digest"], f"differs when stopped after {stop}"
-        assert resumed["ring"]["wire_bytes"] == straight["ring"]["wire_bytes"]
-        if trial.world.rank == 0:
-            assert untimed(trial.root / f"stop-{stop}") == untimed(trial.root / "straight")
-        trial.world.barrier(name="test.stopped")
+    stops = [1, STALE_AFTER, STALE_AFTER + 1, STEPS + 3]
+    see_that_stopped_runs_go_on(partial(trial.config, **given), trial.world, stops, part="ring")
     let_runs_build_lm(small_lm)
-
-
-def untimed(directory: Path) -> list[str]:
-    measured = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "evaluation_wire_bytes")
-    found = []
-    for line in lines(directory, "metrics"):
-        line["ring"] = {key: value for key, value in line["ring"].items() if key not in measured}
-        found.append(json.dumps(line))
-    return found
 
 
 def check_running_statistics_are_seen_once(trial: Trial) -> None:
     """Also when batches under way are computed anew."""
-    if trial.world.size != 2:
-        return
-    let_runs_build(small_resnet)
-    given = {"model": "resnet20", "data": "digits", "image_size": PIXELS, "blocks": "residual"}
-    given |= {"context": None, "data_dir": None}
-    given |= OPTIMIZERS["sgd"][0]
-    straight = run(trial.config("normed", **given), trial.world)
-    interrupted(trial.config("normed-stop", **given), trial.world, after=STEPS - 2)
-    resumed = run(trial.config("normed-stop", resume=True, **given), trial.world)
-    assert resumed["parameter_digest"] == straight["parameter_digest"]
-    let_runs_build_lm(small_lm)
+    if trial.world.size == 2:
+        let_runs_build(small_resnet)
+        configure = partial(trial.config, **UNTIED, **OPTIMIZERS["sgd"][0])
+        see_that_stopped_runs_go_on(configure, trial.world, [STEPS - 2])
+        let_runs_build_lm(small_lm)
 
 
 setting = Trial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.subnets import Workers
 from tests.parallel.workers import local_sgd
 from tests.parallel.workers.checking import differing, let_models_be_small
-from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, killed
-from tests.parallel.workers.runs import interrupted, lines
+from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, see_rounds_that_are_looked_at
+from tests.parallel.workers.runs import see_that_stopped_runs_go_on
 
 DECAY = 1e-2
 
@@ -133,51 +134,23 @@ def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:
             assert torch.equal(joined, parameter), f"{name} on {size} ranks"
 
 
-ON_A_TRUNK = {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2", "cache": "on"}
+ON_A_TRUNK = {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2"}
 
 
 def check_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
     """With the trunk's features cached; looking, and the cache, change nothing."""
     given = {"local_steps": 5, "momentum": 0.9, "schedule": "cosine", **ON_A_TRUNK}
-    unseen = run(trial.config("unseen", **{**given, "cache": "off"}), trial.world)
-    given["checkpoint_every"] = "3steps"
-    straight = run(trial.config("straight", **given), trial.world)
-    assert straight["parameter_digest"] == unseen["parameter_digest"], (
-        "a checkpoint, or the cache, changed the training"
-    )
+    straight = see_rounds_that_are_looked_at(trial, "subnets", {**given, "cache": "on"})
     assert straight["cache"]["rows_read"] > 0 and straight["cut_history"] == [[0, 0, 4]]
-    # After steps 3 and 6; rounds end at 5 and 10.
-    for after in (4, 8):
-        name = f"killed-{after}"
-        killed(trial.config(name, **given), trial.world, after=after)
-        see_that_it_goes_on(trial, name, straight, given)
-    interrupted(trial.config("asked", **given), trial.world, after=6)
-    if trial.world.rank == 0:
-        assert (trial.root / "asked" / "checkpoints" / "step-00000010.pt").exists(), "it left before the round's end"
-    see_that_it_goes_on(trial, "asked", straight, given)
+    uncached = run(trial.config("uncached", **given, cache="off"), trial.world)
+    assert uncached["parameter_digest"] == straight["parameter_digest"], "the cache changed the training"
 
 
 def check_a_run_that_left_at_the_end_of_an_epoch_is_evaluated_as_if_it_had_not(trial: Trial) -> None:
     """Nobody has looked at the model there yet: BatchNorm's statistics are those of the batches before."""
-    given = {"local_steps": STEPS, "checkpoint_every": "0", **ON_A_TRUNK}
-    straight = run(trial.config("undisturbed", **given), trial.world)
-    interrupted(trial.config("left", **given), trial.world, after=STEPS - 1)
-    see_that_it_goes_on(trial, "left", straight, given, to="undisturbed")
-
-
-def see_that_it_goes_on(
-    trial: Trial, name: str, straight: dict[str, Any], given: dict[str, Any], *, to: str = "straight"
-) -> None:
-    resumed = run(trial.config(name, resume=True, **given), trial.world)
-    assert resumed["parameter_digest"] == straight["parameter_digest"], name
-    assert resumed["subnets"]["wire_bytes"] == straight["subnets"]["wire_bytes"], name
-    if trial.world.rank == 0:
-        looked = ("subnets", "other_collective_bytes")
-        seen, expected = (
-            [{k: v for k, v in line.items() if k not in looked} for line in lines(trial.root / each, "metrics")]
-            for each in (name, to)
-        )
-        assert seen == expected, name
+    configure = partial(trial.config, local_steps=STEPS, checkpoint_every="0", cache="on", **ON_A_TRUNK)
+    looked = ["subnets", "other_collective_bytes"]
+    see_that_stopped_runs_go_on(configure, trial.world, [STEPS - 1], part="subnets", without=looked)
 
 
 def check_a_rank_holds_its_part_alone(trial: Trial) -> None:

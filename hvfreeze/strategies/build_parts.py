@@ -27,6 +27,7 @@ from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, 
 from hvfreeze.optim import open_optimizer
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, behind_prefix, open_budget, suffix_seconds
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
+from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
@@ -34,12 +35,31 @@ from hvfreeze.strategies.settings import CutConfig
 from hvfreeze.training.settings import OptimizerConfig
 
 
-def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:
+def cost_inputs(
+    context: BuildContext,
+    settings: CacheConfig,
+    horizon: Callable[[], Horizon],
+    suffix_seconds: Callable[[], float],
+    *,
+    size: int,
+) -> CostInputs:
     """Return the cost inputs of cache planning; training and evaluation share one budget.
 
     --cache-limit is divided by `size` ranks.
     """
-    directory, per_epoch = context.cache_directory(config.cache), context.corpus.plan.batches_per_epoch
+    directory = context.cache_directory(settings)
+    return CostInputs(
+        horizon=horizon,
+        suffix_seconds=suffix_seconds,
+        budget=open_budget(settings, directory, size=size),
+        directory=directory,
+        memory_bytes=memory_budget(context.world.local_size),
+    )
+
+
+def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:
+    """Return the cost inputs of a strategy whose cut `freezer` moves; see `cost_inputs`."""
+    per_epoch = context.corpus.plan.batches_per_epoch
     batches_of_a_step = per_epoch / config.optimizer.steps_per_epoch(per_epoch)
 
     def horizon() -> Horizon:
@@ -47,13 +67,11 @@ def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *,
         return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
 
     before = behind_prefix(context.clock)
-    return CostInputs(
-        horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step, before=before),
-        budget=open_budget(config.cache, directory, size=size),
-        directory=directory,
-        memory_bytes=memory_budget(context.world.local_size),
-    )
+
+    def seconds() -> float:
+        return suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step, before=before)
+
+    return cost_inputs(context, config.cache, horizon, seconds, size=size)
 
 
 def open_both_features(

@@ -24,11 +24,11 @@ from hvfreeze.heads.multilevel import head_of
 from hvfreeze.heads.rows import RowsOfBatches
 from hvfreeze.heads.solution import Solution, Stop
 from hvfreeze.heads.solve import FitTerms, solve, times_asked_for
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
+from hvfreeze.prefix.cache_decision import Horizon
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import BuildContext, State
-from hvfreeze.strategies.build_parts import open_both_features
+from hvfreeze.strategies.build_parts import cost_inputs, open_both_features
 from hvfreeze.strategies.data_parallel import WholeReplicas
 from hvfreeze.tasks import Task
 
@@ -38,15 +38,9 @@ CUT = 1
 
 def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     """Return the features and the head of a `solvable_chain`. Collective."""
-    world, directory = context.world, context.cache_directory(config.cache)
-    costs = CostInputs(
-        # All rows serve once, and the cut never moves.
-        horizon=lambda: Horizon(1.0, math.inf),
-        suffix_seconds=lambda: 0.0,
-        budget=open_budget(config.cache, directory, size=world.size),
-        directory=directory,
-        memory_bytes=memory_budget(world.local_size),
-    )
+    world = context.world
+    # All rows serve once, and the cut never moves.
+    costs = cost_inputs(context, config.cache, lambda: Horizon(1.0, math.inf), lambda: 0.0, size=world.size)
     hold_still(context.chain, CUT)
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)

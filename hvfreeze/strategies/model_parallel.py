@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,8 +22,10 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import RunBlocks, tensors_of
+from hvfreeze.optim import Update
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import MODEL, WholeModel, not_finite
+from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -110,6 +113,60 @@ def optimizer_bytes(*optimizers: torch.optim.Optimizer | None) -> int:
     """Return the bytes of optimizers' states."""
     states = [state for one in optimizers if one is not None for state in one.state.values()]
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+class LocalPart:
+    """Blocks that one rank trains by itself, with random draws of their own.
+
+    So results do not depend on the rank, or on what else it trains.
+
+    Args:
+        optimizer: of the trained parameters, from `open_optimizer`.
+        settings: how they are updated.
+        seed: seed of the draws, for dropout.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerConfig, *, seed: int) -> None:
+        self.optimizer, self._update = optimizer, Update(optimizer, settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._random = torch.get_rng_state()
+
+    @contextmanager
+    def own_draws(self) -> Iterator[None]:
+        """Draw random numbers from this part's state of torch's generator."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    def is_finite(self, loss: float) -> bool:
+        """Return True if the loss and all gradients are finite."""
+        return math.isfinite(loss) and self._update.gradients_are_finite()
+
+    def update(self, rate: float) -> None:
+        """Make the optimizer's step at `rate`, which is --lr after --schedule; own rates are scaled by it."""
+        self._update.make(rate)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the part's parameters and buffers."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state from which training continues bit for bit."""
+        tensors = {name: tensor.detach() for name, tensor in self.tensors()}
+        return {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of the same part."""
+        with torch.no_grad():
+            for name, tensor in self.tensors():
+                tensor.copy_(state["tensors"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._random = state["random"]
 
 
 @dataclass(eq=False, kw_only=True)

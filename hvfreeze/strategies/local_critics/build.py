@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
-from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import LoneRank
 from hvfreeze.config.tree import Config
 from hvfreeze.errors import UsageError
@@ -18,13 +17,14 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_tensors, work_of
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.prefix.cache_decision import Horizon, suffix_seconds
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.build_parts import (
     check_not_tied,
     check_rows,
+    cost_inputs,
     example_images,
     open_both_features,
     trained_segments,
@@ -130,13 +130,8 @@ def open_line_features(
     def horizon() -> Horizon:
         return Horizon(context.length.epochs - done.steps / batches, math.inf, done.steps // batches)
 
-    directory = context.cache_directory(config.cache)
-    costs = CostInputs(
-        horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
-        budget=open_budget(config.cache, directory, size=1),
-        directory=directory,
-        memory_bytes=memory_budget(context.world.local_size),
+    costs = cost_inputs(
+        context, config.cache, horizon, lambda: suffix_seconds(context.clock, batches=done.steps), size=1
     )
     # The only rank with a cache: it decides alone.
     return open_both_features(context, config, halves, costs, world=LoneRank(context.world))

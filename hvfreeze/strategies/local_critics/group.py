@@ -10,9 +10,7 @@ Source: Lee et al., "Local Critic Training for Model-Parallel Learning of Deep N
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.model.blocks import Chain
+from hvfreeze.model.early_exits import CRITICS
 from hvfreeze.model.modes import in_precision
 from hvfreeze.model.segments import Segment, tensors_of
-from hvfreeze.optim import Mixture, Objective, Update, open_optimizer
+from hvfreeze.optim import Mixture, Objective, open_optimizer
 from hvfreeze.prefix.features import Halves
+from hvfreeze.strategies.model_parallel import LocalPart
 from hvfreeze.tasks import Samples, Task
 from hvfreeze.training.settings import OptimizerConfig
 
@@ -41,7 +41,7 @@ class GroupPlan:
     """Seed of dropout: each group has its own generator, so results do not depend on the group's rank."""
 
 
-class LayerGroup:
+class LayerGroup(LocalPart):
     """Trains one group of blocks and the critic behind it.
 
     Call `forward`, `estimate`, `backward` and `update` for each batch, in this order, and `learn` if the critic must
@@ -70,19 +70,15 @@ class LayerGroup:
         named = chain.named_parameters(plan.start, plan.blocks[1])
         last = critic is None
         head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)} if last else set[str]()
-        self.optimizer = open_optimizer(named, settings, head=head)
-        self._update = Update(self.optimizer, settings)
+        super().__init__(open_optimizer(named, settings, head=head), settings, seed=plan.seed)
         self._objective = Objective(task=task, smoothing=settings.label_smoothing)
         self._weights = [] if critic is None else list(critic.parameters())
         self.critic_optimizer = torch.optim.Adam(self._weights, lr=critic_lr) if critic is not None else None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(plan.seed)
-            self._random = torch.get_rng_state()
         self._output = self._loss = self._losses = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for `x`, which has passed the frozen blocks; without gradient."""
-        with self._own_draws():
+        with self.own_draws():
             self._output = self._halves.part(x, self.plan.start, self.plan.blocks[1])
         return self._output.detach()
 
@@ -117,14 +113,6 @@ class LayerGroup:
         else:
             self._output.backward(self._error)
 
-    def is_finite(self) -> bool:
-        """Return True if the loss and all gradients of the group are finite."""
-        return math.isfinite(self.loss) and self._update.gradients_are_finite()
-
-    def update(self, rate: float) -> None:
-        """Update the group with learning rate `rate`, as given by --lr and --schedule."""
-        self._update.make(rate)
-
     def learn(self, losses: Tensor) -> None:
         """Update the critic with the next group's losses, (B,), of the same batch."""
         assert self.critic_optimizer is not None, "the last group has no critic"
@@ -141,39 +129,21 @@ class LayerGroup:
             logits: Tensor = self.critic(output)
         return logits.float()
 
-    def named(self, critics: str) -> list[tuple[str, Tensor]]:
-        """Return parameters and buffers of the group's blocks and, in the submodule `critics`, of its critic."""
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and buffers of the group's blocks, and of its critic, as a submodule of the model."""
         own = [] if self.critic is None else list(self.critic.named_parameters())
         return [
             *tensors_of(self._chain, self.plan.blocks),
-            *[(f"{critics}.{self.plan.number}.{name}", tensor) for name, tensor in own],
+            *[(f"{CRITICS}.{self.plan.number}.{name}", tensor) for name, tensor in own],
         ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which the group continues bit for bit; the critic's pending update must be done."""
-        return {
-            "tensors": {name: tensor.detach() for name, tensor in self.named("critics")},
-            "optimizer": self.optimizer.state_dict(),
-            "critic_optimizer": None if self.critic_optimizer is None else self.critic_optimizer.state_dict(),
-            "random": self._random,
-        }
+        critic = None if self.critic_optimizer is None else self.critic_optimizer.state_dict()
+        return {**super().state_dict(), "critic_optimizer": critic}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of the same group."""
-        with torch.no_grad():
-            for name, tensor in self.named("critics"):
-                tensor.copy_(state["tensors"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        super().load_state_dict(state)
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
-        self._random = state["random"]
-
-    @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
-            yield
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(before)

@@ -22,7 +22,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
-from hvfreeze.model.early_exits import CRITICS, EarlyExits, first_sure
+from hvfreeze.model.early_exits import EarlyExits, first_sure
 from hvfreeze.model.segments import tensors_of
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.reading import Move
@@ -144,7 +144,7 @@ class LocalCritics(SplitStrategy):
             clock.enter("backward")
             group.backward()
             clock.enter("optimizer")
-            self._broken = self._broken or not group.is_finite()
+            self._broken = self._broken or not group.is_finite(group.loss)
             if not self._broken:
                 group.update(rate)
             before = group
@@ -267,7 +267,7 @@ class LocalCritics(SplitStrategy):
             features.close()
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [pair for group in self.groups for pair in group.named(CRITICS)]
+        return [pair for group in self.groups for pair in group.tensors()]
 
     def _digests(self) -> Mapping[tuple[str, int], str]:
         local: dict[tuple[str, int], str] = {}

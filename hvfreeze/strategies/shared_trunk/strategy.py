@@ -8,7 +8,6 @@ McNeela, Patel, Gupta: "Efficient Distributed Transfer Learning Using Pipelined 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +28,19 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment, drop_tensors, segment_bytes, tensors_of
-from hvfreeze.optim import Update, open_optimizer
+from hvfreeze.optim import open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import Answers, State, StepResult, WholeModel, not_finite
-from hvfreeze.strategies.model_parallel import SplitStrategy, block_digests, digest_of, gather_digests, state_of
+from hvfreeze.strategies.model_parallel import (
+    LocalPart,
+    SplitStrategy,
+    block_digests,
+    digest_of,
+    gather_digests,
+    state_of,
+)
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
@@ -49,7 +55,7 @@ class TrunkFacts:
     names: tuple[str, ...]
     """Names of the tasks; task i is trained on rank i modulo the number of ranks."""
     classes: tuple[tuple[str, ...], ...]
-    """Depth of each task's head, in blocks."""
+    """Classes of each task."""
     segments: tuple[Segment, ...]
     """Segments by rank, without ranks that have none."""
     whole: bool
@@ -70,24 +76,19 @@ BuildChain = Callable[[int], Chain]
 """Number of classes -> the model in blocks, initialised from torch's generator."""
 
 
-class Head:
-    """Trains the last blocks of a model on given features.
-
-    Its random draws, for dropout, come from its own seed, so that results do not depend on its rank.
-    """
+class Head(LocalPart):
+    """Trains the last blocks of a model on given features."""
 
     def __init__(self, task: Task, labels: Labels, settings: OptimizerConfig, *, build: BuildChain) -> None:
         self.task, self.labels = task, labels
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(task.seed)
-            chain = build(len(labels.classes))
-            torch.manual_seed(task.seed)
-            self._random = torch.get_rng_state()
-        self.depth = len(chain.blocks) - task.blocks
-        drop_tensors(chain, 0, self.depth)
-        self.chain, self._halves = chain, Halves(chain, settings.precision)
-        self.optimizer = open_optimizer(chain.named_parameters(self.depth), settings, lr=task.lr)
-        self._update = Update(self.optimizer, settings)
+            self.chain = build(len(labels.classes))
+        self.depth = len(self.chain.blocks) - task.blocks
+        drop_tensors(self.chain, 0, self.depth)
+        optimizer = open_optimizer(self.chain.named_parameters(self.depth), settings, lr=task.lr)
+        super().__init__(optimizer, settings, seed=task.seed)
+        self._halves = Halves(self.chain, settings.precision)
         self._loss = partial(
             functional.cross_entropy, weight=labels.weights(task.loss), label_smoothing=settings.label_smoothing
         )
@@ -96,26 +97,13 @@ class Head:
         """Compute the gradients of a batch; return its mean loss and its answers, from before the update."""
         clock.enter("forward")
         self._halves.be_in_mode(training=True)
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
+        with self.own_draws():
             logits = self._halves.suffix(features, self.depth).float()
             loss: Tensor = self._loss(logits, labels)
             clock.enter("backward")
             self.optimizer.zero_grad()
             loss.backward()
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(before)
         return loss.item(), Answers(logits.detach(), labels)
-
-    def is_finite(self, loss: float) -> bool:
-        """Return True if the loss and all gradients are finite."""
-        return math.isfinite(loss) and self._update.gradients_are_finite()
-
-    def update(self, rate: float) -> None:
-        """Make the optimizer's step; `rate` is --lr after --schedule, by which this head's rate is scaled."""
-        self._update.make(rate)
 
     def predict(self, features: Tensor) -> Tensor:
         """Return the logits of a batch in evaluation mode."""
@@ -126,19 +114,6 @@ class Head:
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return parameters and buffers of the head's own blocks."""
         return [*self.chain.named_parameters(self.depth), *self.chain.named_buffers(self.depth)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state from which training continues bit for bit."""
-        tensors = {name: tensor.detach() for name, tensor in self.tensors()}
-        return {"tensors": tensors, "optimizer": self.optimizer.state_dict(), "random": self._random}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of the same head."""
-        with torch.no_grad():
-            for name, tensor in self.tensors():
-                tensor.copy_(state["tensors"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._random = state["random"]
 
 
 @dataclass(eq=False, kw_only=True)

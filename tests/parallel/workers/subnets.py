@@ -16,7 +16,7 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.subnets import Workers
 from tests.parallel.workers import local_sgd
 from tests.parallel.workers.checking import differing, let_models_be_small
-from tests.parallel.workers.local_sgd import BATCH, EPOCHS, LR, STEPS, see_rounds_that_are_looked_at
+from tests.parallel.workers.local_sgd import EPOCHS, LR, STEPS, see_rounds_that_are_looked_at
 from tests.parallel.workers.runs import see_that_stopped_runs_go_on
 
 DECAY = 1e-2
@@ -89,29 +89,6 @@ def check_alone_it_is_plain_training(trial: Trial) -> None:
         plain, found = (trial.model(name) for name in names)
         parameters = [name for name in plain if "running" not in name and "num_batches" not in name]
         assert [name for name in parameters if not torch.equal(plain[name], found[name])] == []
-
-
-def check_a_round_changes_the_entries_that_were_dealt_and_no_others(trial: Trial) -> None:
-    size = trial.world.size
-    summary = run(trial.config("one", epochs=1, train_samples=BATCH * size * 5 // 4 + 2, local_steps=1), trial.world)
-    twin = trial.twin("mlp-13x10", local_steps=1, momentum=0.0)
-    before = {name: p.detach().clone() for name, p in twin.model.named_parameters()}
-    twin.hands = [twin.deal(layer, width) for layer, width in enumerate(twin.model.widths)]
-    for name, start in before.items():
-        dealt = torch.zeros_like(start, dtype=torch.bool)
-        for worker in range(size):
-            (chosen,) = [where for each, where in twin.entries(worker) if each == name]
-            mask = torch.ones_like(dealt)
-            for dimension, index in enumerate(chosen):
-                kept = torch.zeros(start.shape[dimension], dtype=torch.bool)
-                kept[index] = True
-                mask &= kept.view([-1 if d == dimension else 1 for d in range(start.dim())])
-            dealt |= mask
-        assert abs(summary["subnets"]["touched"][name] - dealt.double().mean().item()) < 1e-12
-        if trial.world.rank == 0:
-            changed = trial.model("one")[name] != start
-            assert torch.equal(changed, dealt), name
-    trial.world.barrier(name="test.one")
 
 
 def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:

@@ -12,7 +12,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.mlp import Mlp
 from hvfreeze.model.model_sources import build_model
-from hvfreeze.strategies.subnets.dealing import Table, deal, put, range_of, take
+from hvfreeze.strategies.subnets.dealing import Table, deal
 from hvfreeze.strategies.subnets.strategy import Place, find_mlp
 
 
@@ -41,13 +41,6 @@ def test_a_deal_is_a_permutation_and_sizes_are_those_of_the_table(size: int) -> 
         assert deals[0][0][0].tolist() != other[0][0].tolist(), "the seed does not count"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_owners_share_all_neurons(size: int) -> None:
-    ranges = [range_of(7, rank=rank, size=size) for rank in range(size)]
-    assert [neuron for own in ranges for neuron in range(*own)] == list(range(7))
-    assert max(stop - start for start, stop in ranges) - min(stop - start for start, stop in ranges) <= 1
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_and_touched_shares_are_the_papers(size: int) -> None:
     """A rank gets 1/n of the first and the last matrix and of the norms, and 1/n^2 of the one between hidden layers."""
@@ -63,18 +56,6 @@ def test_bytes_and_touched_shares_are_the_papers(size: int) -> None:
     assert set(touched.values()) == {1.0}
     owned = [sum(math.prod(table.own_shape(p, rank)) for p in table.parameters) for rank in range(size)]
     assert sum(owned) == sum(math.prod(p.shape) for p in table.parameters) and len(set(owned)) == 1
-
-
-def test_what_is_put_is_what_was_taken() -> None:
-    values = torch.arange(20.0).view(4, 5)
-    rows, columns = torch.tensor([0, 3]), torch.tensor([1, 2, 4])
-    assert take(values, (rows, columns)).tolist() == [[1.0, 2.0, 4.0], [16.0, 17.0, 19.0]]
-    expected = values.clone()
-    for row in (0, 3):
-        for column in (1, 2, 4):
-            expected[row, column] = -1.0
-    put(values, (rows, columns), torch.full((2, 3), -1.0))
-    assert torch.equal(values, expected)
 
 
 def place_in(name: str, **settings: str) -> Place:

@@ -52,18 +52,14 @@ def test_a_head_is_the_same_whatever_else_its_rank_draws_and_trains() -> None:
     assert not equal(expected, [tensor for _, tensor in other.tensors()])
 
 
-def test_a_head_draws_nothing_from_the_ranks_own_generator() -> None:
-    before = torch.get_rng_state()
-    trained(head(), 2)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_head_that_was_put_back_goes_on_bit_for_bit() -> None:
     straight, stopped, resumed = head(), head(), head()
+    before = torch.get_rng_state()
     expected = trained(straight, 5)
     trained(stopped, 2)
     resumed.load_state_dict(stopped.state_dict())
     assert equal(expected, trained(resumed, 3))
+    assert torch.equal(torch.get_rng_state(), before), "a head has drawn from the rank's own generator"
 
 
 @pytest.mark.parametrize(("lr", "rate", "expected"), [(0.3, 0.1, 0.3), (0.1, 0.07, 0.07), (0.2, 0.05, 0.1)])
@@ -93,21 +89,21 @@ def test_what_is_frozen_stays_as_it_is_in_training_mode() -> None:
     assert sum(parameter.numel() for _, parameter in chain.named_parameters(0, 1)) == 0
 
 
-@pytest.mark.parametrize(("there", "here"), [(2, 3), (3, 2)])
-def test_heads_of_another_number_of_ranks_are_refused_with_the_number_that_goes_on(there: int, here: int) -> None:
-    owns = [{"heads": {f"head{rank}": {}}, "counts": {}} for rank in range(there)]
-    trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=tuple(f"head{i}" for i in range(here))))
-    with pytest.raises(
-        RefusedError, match=f"{there} models .head0, head1.*there is one model per rank: resume on {there} ranks"
-    ):
-        list(SharedTrunk.repartitioned(trunk, owns, size=here, restep=lambda step: step))
+def repartitioned(there: int, *, heads: int, ranks: int) -> list[dict[str, Any]]:
+    """Return the states of heads for so many ranks, from those of `there` ranks; this run has `heads`."""
+    owns = [{"heads": {f"head{i}": {"own": i} for i in range(rank, 3, there)}, "counts": {}} for rank in range(there)]
+    trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=tuple(f"head{i}" for i in range(heads))))
+    return list(SharedTrunk.repartitioned(trunk, owns, size=ranks, restep=lambda step: step))
 
 
-def test_heads_that_were_given_a_number_are_dealt_to_any_ranks() -> None:
-    owns = [{"heads": {f"head{i}": {"own": i} for i in range(rank, 3, 2)}, "counts": {}} for rank in range(2)]
-    trunk: Any = SimpleNamespace(facts=SimpleNamespace(names=("head0", "head1", "head2")))
-    states = SharedTrunk.repartitioned(trunk, owns, size=3, restep=lambda step: step)
+def test_heads_are_dealt_to_any_ranks_unless_their_number_is_another() -> None:
+    states = repartitioned(2, heads=3, ranks=3)
     assert [state["heads"] for state in states] == [{f"head{i}": {"own": i}} for i in range(3)]
+    for here in (2, 4):
+        with pytest.raises(
+            RefusedError, match=r"3 models .head0, head.*there is one model per rank: resume on 3 ranks"
+        ):
+            repartitioned(3, heads=here, ranks=here)
 
 
 def test_nothing_is_left_in_the_line_where_a_run_ends_in_the_middle_of_an_epoch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.strategies.schedules import ring_period, stale_batch
 from hvfreeze.strategies.stale_ring.build import cut_for_ring
@@ -54,16 +53,3 @@ def test_there_is_one_module_more_than_ranks() -> None:
         UsageError, match=r"--parts \(4\) must be one more than the number of ranks \(2\).*start 3 ranks"
     ):
         StaleRingConfig(parts=4).modules(2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "grid", "stale_after": 3}, "--stale-after needs --strategy stale-ring"),
-        ({"strategy": "stale-ring", "stale_after": -1}, r"--stale-after \(-1\) must be 0 or more"),
-        ({"strategy": "stale-ring", "tied_gradient": "mean"}, r"--tied-gradient \(mean\) must be one of sum, half"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        from_dict(settings)

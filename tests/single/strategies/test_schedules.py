@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -21,26 +22,33 @@ def test_every_batch_is_forwarded_and_trained_on_once_and_in_order(places: int, 
             assert [op.batch for op in operations if op.kind == kind] == expected
 
 
+def follow(schedules: list[list[Operation]], places: int, most: Callable[[int], int]) -> None:
+    """Let ranks follow their lists: none waits for ever, and at most `most(rank)` batches are kept."""
+    left, done = [list(operations) for operations in schedules], set[tuple[str, int, int]]()
+    kept = Counter[int]()
+    while any(left):
+        ready = [rank for rank in range(len(left)) if left[rank] and has_come(left[rank][0], rank, places, done)]
+        assert ready, "a deadlock"
+        for rank in ready:
+            kind, batch = left[rank].pop(0)
+            done.add((kind, rank, batch))
+            kept[rank] += 1 if kind == "forward" else -1
+            assert kept[rank] <= most(rank)
+
+
+def has_come(operation: Operation, rank: int, places: int, done: set[tuple[str, int, int]]) -> bool:
+    """Return whether an operation's input is there; what follows a rank's last forward pass needs the last place's."""
+    kind, batch = operation
+    if kind == "forward":
+        return rank == 0 or ("forward", rank - 1, batch) in done
+    if kind == "backward" and rank < places - 1:
+        return ("backward", rank + 1, batch) in done
+    return ("forward", places - 1, batch) in done
+
+
 @pytest.mark.parametrize(("places", "ranks", "batches"), LINES)
 def test_ranks_that_follow_their_lists_never_wait_for_ever(places: int, ranks: int, batches: int) -> None:
-    left = [list(operations) for operations in schedules(places, ranks, batches)]
-    done: set[tuple[int, int]] = set()
-    in_flight: Counter[int] = Counter()
-    while any(left):
-        moved = False
-        for rank, operations in enumerate(left):
-            if not operations:
-                continue
-            kind, batch = operations[0]
-            needs = (rank - 1, batch) if kind == "forward" else (places - 1, batch)
-            if needs in done or (kind == "forward" and rank == 0):
-                operations.pop(0)
-                moved = True
-                if kind == "forward":
-                    done.add((rank, batch))
-                in_flight[rank] += 1 if kind == "forward" else -1
-                assert rank >= places or in_flight[rank] <= places - rank
-        assert moved, "a deadlock"
+    follow(schedules(places, ranks, batches), places, lambda rank: places - rank if rank < places else 0)
 
 
 def test_forwards_and_training_take_turns_once_the_line_is_full() -> None:
@@ -73,24 +81,8 @@ def test_every_micro_batch_goes_forward_and_back_once_and_in_order(name: str, pl
 
 @pytest.mark.parametrize(("name", "places", "parts"), PIPELINES)
 def test_every_receive_has_its_send_and_few_micro_batches_are_kept(name: str, places: int, parts: int) -> None:
-    left = [list(operations) for operations in pipeline(name, places, parts)]
-    done: set[tuple[str, int, int]] = set()
-    kept: Counter[int] = Counter()
-    while any(left):
-        ready = [place for place in range(places) if left[place] and has_come(left[place][0], place, places, done)]
-        assert ready, "a deadlock"
-        for place in ready:
-            operation = left[place].pop(0)
-            done.add((operation.kind, place, operation.batch))
-            kept[place] += 1 if operation.kind == "forward" else -1
-            assert kept[place] <= (parts if name == "fill-drain" else min(parts, places - place))
-    assert not any(kept.values())
-
-
-def has_come(operation: Operation, place: int, places: int, done: set[tuple[str, int, int]]) -> bool:
-    if operation.kind == "forward":
-        return place == 0 or ("forward", place - 1, operation.batch) in done
-    return ("forward" if place == places - 1 else "backward", min(place + 1, places - 1), operation.batch) in done
+    most = parts if name == "fill-drain" else places
+    follow(pipeline(name, places, parts), places, lambda place: min(parts, most - (name == "1f1b") * place))
 
 
 def test_one_forward_and_one_backward_take_turns() -> None:

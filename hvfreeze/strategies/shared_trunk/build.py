@@ -184,7 +184,7 @@ def open_both_features(
             clock=clock,
             lanes=lanes,
         )
-        return TrunkFeatures(line, FeatureSource(split, halves), world, reads_images=rank == 0)
+        return TrunkFeatures(line, FeatureSource(split, halves), world)
 
     silent = replace(plan, labels="replay")
     # Seconds of an evaluation are counted as a whole, by the loop.

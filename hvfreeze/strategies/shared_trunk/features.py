@@ -68,7 +68,6 @@ class TrunkFeatures:
     line: Line
     source: FeatureSource
     world: World
-    reads_images: bool
     stores: dict[int, PrefixActivations] | None = None
     """Caches by depth of this rank's heads; None without a cache, equal on all ranks. Opened before the first epoch."""
     batches_served: int = 0
@@ -134,7 +133,7 @@ class TrunkFeatures:
 
     def _begin(self, batches: list[Batch]) -> None:
         self.line.begin(batches)
-        if self.reads_images:
+        if self.line.rank == 0:
             announce(self.source.split.images, batches)
 
     def _serve(self, batch: Batch) -> Served:

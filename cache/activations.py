@@ -62,8 +62,8 @@ class Shares:
     """Shares cached at the requested cut."""
     rows_to_complete: int
     """Forward passes per batch; see `Present`."""
-    sources: tuple[float, ...]
-    """Shares cached at the deepest shallower cut, from which the rows would be computed; empty if there is none."""
+    source_share: float
+    """Share over all epochs cached at the deepest shallower cut, from which the rows would be computed."""
     source_cut: int
     """The deepest shallower cut, 0 if there is none."""
 
@@ -202,12 +202,12 @@ class PrefixActivations:
         """
         ids, views = (np.concatenate(column) for column in zip(*epochs, strict=True))
         keys = [pack_keys(*pairs) for pairs in epochs]
-        present = self.present(fingerprint, (ids, views))
+        present, wanted = self.present(fingerprint, (ids, views)), np.concatenate(keys)
         sources = self._levels.sources_of(fingerprint, cut)
         return Shares(
             present=tuple(1.0 - _mean(np.isin(own, present.absent)) for own in keys),
             rows_to_complete=present.rows_to_complete,
-            sources=tuple(1.0 - _mean(sources[-1].store.missing(own)) for own in keys) if sources else (),
+            source_share=1.0 - _mean(sources[-1].store.missing(wanted)) if sources and len(wanted) else 0.0,
             source_cut=sources[-1].cut if sources else 0,
         )
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import FULL, Disk
+from hvfreeze.cache.file.disk import FULL
 from hvfreeze.cache.file.reader import MappedRows
+from hvfreeze.cache.file.writer import write_at
 
 PROBE_BYTES = 4 << 20
 """Bytes that are written to a directory, and read back, to measure it."""
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ FULL_DISK = Rates(read=1e-8, write=1e-8)
 """Assumed rates of a full disk, which cannot be measured, but whose rows can be read."""
 
 
-def measure_directory(
-    directory: Path, *, row_bytes: int, batch_rows: int, most_bytes: int, warm: bool, disk: Disk | None = None
-) -> Rates:
+def measure_directory(directory: Path, *, row_bytes: int, batch_rows: int, most_bytes: int, warm: bool) -> Rates:
     """Measure `directory` by writing and reading a temporary file of at most `most_bytes`, at least a row.
 
     With `warm`, the rows are read from the page cache, else from the disk.
@@ -54,17 +52,15 @@ def measure_directory(
     Raises:
         CacheFault: the directory cannot be written.
     """
-    disk, row_bytes = disk or Disk(), min(row_bytes, PROBE_BYTES)
+    row_bytes = min(row_bytes, PROBE_BYTES)
     num_rows = max(1, min(most_bytes, PROBE_BYTES) // row_bytes)
     content = np.random.default_rng(0).integers(0, 256, (num_rows, row_bytes), dtype=np.uint8)
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             start, start_cpu = time.perf_counter(), time.thread_time()
-            disk.write(content.nbytes)
             hashlib.sha256(content.data).digest()
-            file.write(content.data)
-            file.flush()
+            write_at(file.fileno(), memoryview(content).cast("B"), 0)
             os.fsync(file.fileno())
             written, written_cpu = time.perf_counter(), time.thread_time()
             if not warm:
@@ -72,7 +68,6 @@ def measure_directory(
             mapped = MappedRows(file.fileno(), offset=0, num_rows=num_rows, row_bytes=row_bytes, name="the probe file")
             opened = time.perf_counter()
             for rows in order.split(batch_rows):
-                disk.read(len(rows) * row_bytes)
                 mapped.read(rows)
             read = time.perf_counter()
     except OSError as error:
@@ -285,21 +280,26 @@ def obstacle_to(ranks: Sequence[CostMeasurement]) -> str:
     """Return why the rows cannot be stored, or ""."""
     needed, limit_bytes = sum(rank.new_bytes for rank in ranks), limit_of(ranks)
     if limit_bytes is not None and needed > limit_bytes:
-        return f"needs {needed / GIB:.2f} GiB, but --cache-limit leaves {limit_bytes / GIB:.2f}"
+        return f"needs {gib(needed)} GiB, but --cache-limit leaves {gib(limit_bytes)}"
     by_filesystem: dict[str, list[CostMeasurement]] = defaultdict(list)
     for number, rank in enumerate(ranks):
         by_filesystem[rank.filesystem].append(rank)
         # Shards may differ in size, and shares of the budget do not.
         if rank.left_bytes is not None and rank.new_bytes > rank.left_bytes:
             return (
-                f"needs {rank.new_bytes / GIB:.2f} GiB on rank {number}, but its share of --cache-limit leaves "
-                f"{rank.left_bytes / GIB:.2f}"
+                f"needs {gib(rank.new_bytes)} GiB on rank {number}, but its share of --cache-limit leaves "
+                f"{gib(rank.left_bytes)}"
             )
     for filesystem, group in by_filesystem.items():
         need, free = sum(rank.new_bytes for rank in group), min(rank.free_bytes for rank in group)
         if need > free:
-            return f"needs {need / GIB:.2f} GiB on {filesystem}, but {free / GIB:.2f} are free"
+            return f"needs {gib(need)} GiB on {filesystem}, but {gib(free)} are free"
     return ""
+
+
+def gib(num_bytes: float, digits: int = 2) -> str:
+    """Return bytes as GiB."""
+    return f"{num_bytes / 2**30:.{digits}f}"
 
 
 def limit_of(ranks: Sequence[CostMeasurement]) -> int | None:
@@ -320,15 +320,17 @@ def table_of(
         ("reading the cache, ms per batch", f"{max(rank.read_seconds for rank in ranks) * 1e3:.2f}"),
         ("writing the cache, ms per batch", f"{max(rank.write_seconds for rank in ranks) * 1e3:.2f}"),
         ("epochs left: in all, at this cut", f"{slowest.epochs_left:.1f}, {slowest.epochs_until_move:.1f}"),
-        ("GiB to store, all ranks", f"{needed / GIB:.3f}"),
-        ("GiB allowed", "no limit" if limit_bytes is None else f"{limit_bytes / GIB:.3f}"),
+        ("GiB to store, all ranks", f"{gib(needed, digits=3)}"),
+        ("GiB allowed", "no limit" if limit_bytes is None else f"{gib(limit_bytes, digits=3)}"),
         ("predicted saving, seconds", f"{gained:.1f}"),
         ("decision", reason),
     ]
     views = max(rank.views for rank in ranks)
     if not fits or not all(rank.in_memory for rank in ranks):
-        rows.append(("advice", f"--cache-dtype float16 would need {needed / 2 / GIB:.3f} GiB if rows are float32 now"))
+        rows.append(
+            ("advice", f"--cache-dtype float16 would need {gib(needed / 2, digits=3)} GiB if rows are float32 now")
+        )
     if views > 1 and (not fits or any(rank.epochs_left <= 2 * rank.views for rank in ranks)):
-        fewer = f"--augment views:{views // 2} would need {needed * (views // 2) / views / GIB:.3f} GiB"
+        fewer = f"--augment views:{views // 2} would need {gib(needed * (views // 2) / views, digits=3)} GiB"
         rows.append(("advice", f"{fewer} and be complete sooner"))
     return tuple(rows)

@@ -15,9 +15,6 @@ from hvfreeze.cache.file.format import Keys, pack_keys
 from hvfreeze.cache.levels import Level, Levels
 from hvfreeze.cache.store import RowLocation
 
-DEPTH = 2
-"""Batches that are prefetched."""
-
 Found = tuple[Level, Tensor]
 """The level of a batch's cached rows, and the rows, (batch_rows, ...)."""
 
@@ -80,7 +77,8 @@ class Prefetcher:
             self.upcoming.popleft()
         result = self._started.popleft().result() if is_next and self._started else self._read(request)
         if self._usual_excess > 0:
-            for position in range(len(self._started), min(DEPTH, len(self.upcoming))):
+            # Two batches in advance.
+            for position in range(len(self._started), min(2, len(self.upcoming))):
                 self._started.append(self._reader.submit(self._read, self.upcoming[position]))
         return result
 

@@ -98,11 +98,7 @@ NOTHING_KEPT: dict[str, Any] = {
     "exact": True,
     "bytes": 0,
     "rows_written": 0,
-    "rows_read": 0,
-    "rows_read_predicted": 0.0,
-    "seconds_saved_predicted": 0.0,
-    "seconds_saved": 0.0,
-    "stays": [],
+    **summary_of([], []),
 }
 """The entry `cache` of summary.json for a run without cache."""
 

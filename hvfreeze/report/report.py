@@ -27,8 +27,6 @@ from hvfreeze.runs.reading import Run, load_runs
 from hvfreeze.wording import plural
 
 TEMPLATES = Path(__file__).parent / "templates"
-VOTES_UNFOLDED = 24
-"""Largest number of votes over all runs before the page collapses each run's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +225,8 @@ def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
         )
         pictures.append(draw(figures.plot_gains, weighed, name="gains", caption=caption, out=out))
     voting = [run for run in moving if run.decisions]
-    folded = sum(len(run.decisions) for run in voting) > VOTES_UNFOLDED
+    # Each run's table is collapsed if all together are longer than a screen.
+    folded = sum(len(run.decisions) for run in voting) > 24
     votes = tuple(replace(tables.vote_table(run), folded=folded) for run in voting)
     note = (
         "Proposals and weights are in rank order. Support: share of the weight that proposed this cut or a deeper "

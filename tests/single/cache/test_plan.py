@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import Disk
 from hvfreeze.cache.planning import (
     FULL_DISK,
     PROBE_BYTES,
@@ -24,7 +23,7 @@ from hvfreeze.cache.planning import (
     measure_directory,
     seconds_saved,
 )
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, slow_down
 
 # 100 steps an epoch of 70 ms each; 16 KiB a row.
 USUAL: dict[str, Any] = {
@@ -191,15 +190,6 @@ def test_a_last_batch_that_is_padded_counts(rows: int, padded: bool, steps: int)
     assert situation(rows=rows, padded=padded).steps == steps
 
 
-class Counting(Disk):
-    """Counts the bytes that are written."""
-
-    written = 0
-
-    def write(self, num_bytes: int) -> None:
-        Counting.written = num_bytes
-
-
 @pytest.mark.parametrize(
     ("row_bytes", "most_bytes", "written"),
     [
@@ -211,18 +201,19 @@ class Counting(Disk):
     ids=["all rows", "one row at least", "many rows", "a large row"],
 )
 def test_a_directory_is_measured_with_few_bytes_and_left_as_it_was(
-    row_bytes: int, most_bytes: int, written: int, tmp_path: Path
+    row_bytes: int, most_bytes: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size) or fsync(descriptor))
     for warm in (True, False):
-        rates = measure_directory(
-            tmp_path, row_bytes=row_bytes, batch_rows=4, most_bytes=most_bytes, warm=warm, disk=Counting()
-        )
-        assert min(rates.read, rates.write) > 0 and Counting.written == written and list(tmp_path.iterdir()) == []
+        rates = measure_directory(tmp_path, row_bytes=row_bytes, batch_rows=4, most_bytes=most_bytes, warm=warm)
+        assert min(rates.read, rates.write) > 0 and list(tmp_path.iterdir()) == []
+    assert sizes == [written, written]
 
 
-def test_a_slower_disk_is_measured_as_slower(tmp_path: Path) -> None:
-    disk = Disk(read_rate=1e7, write_rate=2e7)
-    rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, most_bytes=1 << 19, warm=True, disk=disk)
+def test_a_slower_disk_is_measured_as_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, read_rate=1e7, write_rate=2e7)
+    rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, most_bytes=1 << 19, warm=True)
     assert rates.read >= 1e-7 and rates.write >= 0.5e-7 > rates.write_cpu > 0
 
 

@@ -295,7 +295,7 @@ class Planner:
                 self.timer.restart(cut)
             if self._trial is None and (worth or shares.source_share > 0):
                 self._try()
-            return self._measure(outlines[world.rank], shares, rated=worth)
+            return self._measure(shares, rated=worth)
 
         ranks = gather_results(world, measure, name=f"cache.measure.{split.name}")
         return world.broadcast_object(make_plan(ranks, asked=asked), name="cache.plan")
@@ -331,9 +331,9 @@ class Planner:
             left_bytes=self.costs.budget.left_bytes,
         )
 
-    def _measure(self, outline: CostMeasurement, shares: Shares, *, rated: bool) -> CostMeasurement:
+    def _measure(self, shares: Shares, *, rated: bool) -> CostMeasurement:
         """Return the plan input with the measured costs of a batch and, if `rated`, of the directory."""
-        trial, directory = self._trial, self.costs.directory
+        outline, trial, directory = self._outline(shares), self._trial, self.costs.directory
         stored = self.source.recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
         num_bytes = outline.rows * outline.views * row_bytes

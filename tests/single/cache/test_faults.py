@@ -106,12 +106,6 @@ def _is_ours(first: object) -> bool:
     return name.endswith(".h5.tmp")
 
 
-def test_a_directory_that_cannot_be_written_is_a_cache_fault(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CacheFault, match="cannot be used"):
-        open_store(tmp_path / "file" / "below", make_keys(4))
-
-
 def test_the_budget_is_never_exceeded_over_files(tmp_path: Path) -> None:
     one = write_file(tmp_path / "probe", owner="run").stat().st_size
     budget = Budget(2 * one)

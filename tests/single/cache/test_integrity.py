@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,15 +42,6 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def test_a_range_copied_over_another_is_refused(tmp_path: Path) -> None:
-    path = write_file(tmp_path, num_rows=8, shape=WIDE)
-    start, row_bytes = payload_of(path)
-    content = path.read_bytes()[start + 2 * row_bytes : start + 4 * row_bytes]
-    overwrite(path, start + 6 * row_bytes, content)
-    with pytest.raises(CacheFault, match=r"rows 6\.\.7 are damaged"):
-        ActivationFile(path).verify()
-
-
 def test_equal_ranges_have_different_digests_at_another_place_and_under_another_fingerprint(tmp_path: Path) -> None:
     digests = []
     for fingerprint in (make_fingerprint(), make_fingerprint(prefix="q" * 64)):
@@ -63,29 +53,6 @@ def test_equal_ranges_have_different_digests_at_another_place_and_under_another_
         os.close(descriptor)
         digests += [table[at : at + 32] for at in range(0, len(table), 32)]
     assert len(digests) == len(set(digests)) == 8
-
-
-def test_the_tables_of_an_older_generation_are_refused(tmp_path: Path) -> None:
-    keys, rows = make_keys(32), make_rows(32)
-    store = open_store(tmp_path, keys)
-    fill(store, keys[:16], rows[:16])
-    store.close()
-    old = store.path.read_bytes()
-    store = open_store(tmp_path, keys)
-    fill(store, keys[::-1].copy(), rows)
-    store.close()
-    descriptor, regions = find_regions(store.path, names=NAMES)
-    os.close(descriptor)
-    for name in ("sample_ids", "views", "range_sha256"):
-        new = store.path.read_bytes()
-        place = regions[name]
-        overwrite(store.path, place.offset, old[place.offset : place.offset + place.nbytes])
-        changed = store.path.read_bytes() != new
-        if changed:
-            with pytest.raises(CacheFault, match="manifest or tables"):
-                ActivationFile(store.path)
-        store.path.write_bytes(new)
-        assert changed or name == "views"
 
 
 def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
@@ -180,13 +147,6 @@ except CacheFault as fault:
     verdict, grown = done.stdout.split()
     assert verdict == "refused" and int(grown) < 96 << 10
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-
-
-def test_reading_a_whole_file_gives_its_rows_in_the_order_of_its_keys(tmp_path: Path) -> None:
-    path = write_file(tmp_path, num_rows=30)
-    file = ActivationFile(path)
-    file.verify()
-    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), make_rows(30))
 
 
 def test_a_refused_file_is_closed_once(tmp_path: Path) -> None:

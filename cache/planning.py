@@ -194,8 +194,6 @@ class Plan:
     seconds_saved: float
     """Predicted seconds that a rank saves until the cut changes, compared with computing every batch from images;
     includes rows of a shallower cut. May be negative."""
-    rows_read: float
-    """Predicted number of rows read until the cut changes, over all ranks."""
     reason: str
     """The reason, one clause."""
     rows: tuple[tuple[str, str], ...]
@@ -229,12 +227,10 @@ def make_plan(ranks: Sequence[CostMeasurement], *, asked: bool = False) -> Plan:
         reason = "the cut will probably change before the rows are read often enough"
     else:
         reason = "reading and writing the cache would take longer than computing, in the remaining epochs"
-    kept = asked or (fits and pays)
     return Plan(
         use=fits and pays,
         fits=fits,
-        seconds_saved=seconds_saved(ranks, kept=kept, later=False),
-        rows_read=sum(rank.batch_rows * rank.steps * epochs_read(rank, kept=kept) for rank in ranks),
+        seconds_saved=seconds_saved(ranks, kept=asked or (fits and pays), later=False),
         reason=reason,
         # Where no row is read again nothing was measured.
         rows=table_of(ranks, gained, reason, fits=fits) if asked or again else (("decision", reason),),
@@ -245,14 +241,6 @@ def reads_again(ranks: Sequence[CostMeasurement]) -> bool:
     """Return True if any row stored at this cut would be read, whatever the cost."""
     futures = [forecast(rank) for rank in ranks if rank.rows]
     return any(future.read + future.read_later > 0 for future in futures)
-
-
-def epochs_read(rank: CostMeasurement, *, kept: bool) -> float:
-    """Return how many epochs' worth of batches use rows of this cut or a shallower one, until the cut changes."""
-    future = forecast(rank)
-    if kept:
-        return future.read + future.written * rank.source_share
-    return min(rank.epochs_left, rank.epochs_until_move) * rank.source_share
 
 
 def seconds_saved(ranks: Sequence[CostMeasurement], *, kept: bool, later: bool = True) -> float:

@@ -12,11 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.file.format import Keys, pack_keys
-from hvfreeze.cache.levels import Level, Levels
-from hvfreeze.cache.store import RowLocation
+from hvfreeze.cache.levels import Levels
+from hvfreeze.cache.store import RowLocation, Store
 
-Found = tuple[Level, Tensor]
-"""The level of a batch's cached rows, and the rows, (batch_rows, ...)."""
+Found = tuple[Store, Tensor]
+"""The store of a batch's cached rows, and the rows, (batch_rows, ...)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +26,7 @@ class Request:
     sample_ids: Keys
     views: Keys
     keys: Keys
-    found: tuple[Level, RowLocation] | None = None
+    found: tuple[Store, RowLocation] | None = None
 
     def is_for(self, sample_ids: Keys, views: Keys) -> bool:
         """Return True if this is the request for that batch."""
@@ -108,7 +108,7 @@ class Prefetcher:
         if found is None:
             return None
         start = time.perf_counter()
-        activations = found[0].store.read_at(found[1])
+        activations = found[0].read_at(found[1])
         # A thread is for disks only, because computing needs the cores and memory bandwidth is shared. Handing a batch
         # from thread to thread costs half a millisecond, and rows in memory are read at more than 4 GB/s.
         excess = time.perf_counter() - start - 0.5e-3 - activations.nbytes / 4e9

@@ -154,6 +154,13 @@ class Store:
         self.refresh()
 
     @property
+    def cut(self) -> int:
+        """The cut of the rows."""
+        cut = self.fingerprint.fields["cut"]
+        assert isinstance(cut, int)
+        return cut
+
+    @property
     def exact(self) -> bool:
         """Whether every file in use has the bits that this run would compute."""
         return all(self.fingerprint.is_exact(part.manifest.fingerprint) for part in self._parts)
@@ -172,6 +179,12 @@ class Store:
     def num_present(self) -> int:
         """Number of owned rows that are stored."""
         return len(self.owned_keys) - self._num_missing
+
+    @property
+    def rows_to_complete(self) -> int:
+        """Rows in this process's own incomplete file, which are rewritten when it is completed."""
+        own = [part for part in self._adopted if part.path == self.path]
+        return 0 if self.complete else sum(len(file.keys) for file in own)
 
     @property
     def stored_bytes(self) -> int:

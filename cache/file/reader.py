@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -346,36 +345,6 @@ def remove_left_over(directory: Path) -> None:
             if FILE_NAME.fullmatch(temporary.stem) and json.loads(note)["host"] == os.uname().nodename:
                 remove(temporary)
                 remove(lock)
-
-
-@dataclass(frozen=True, eq=False)
-class Present:
-    """The cached and missing ones among the rows that a process may store."""
-
-    rows: int
-    """Rows that can be read."""
-    absent: Keys
-    """(rows,) keys of the missing rows, ascending."""
-    rows_to_complete: int = 0
-    """Rows in the process's own incomplete file, which are rewritten when it is completed."""
-
-
-def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard: str, private: bool = True) -> Present:
-    """Return which of `keys`, each once, are in published files of `fingerprint`.
-
-    Raises:
-        CacheFault: a file with this fingerprint is damaged, unsafe or belongs to another one.
-    """
-    own, missing, in_own = path_of(directory, fingerprint, shard=shard), np.unique(keys), 0
-    total = len(missing)
-    for path in sorted(files_of(directory, fingerprint), key=lambda path: path != own):
-        if len(missing):
-            file = open_listed(path, fingerprint, private=private)
-            if file is None:
-                continue
-            missing = np.setdiff1d(missing, file.keys, assume_unique=True)
-            in_own = len(file.keys) if path == own else in_own
-    return Present(total - len(missing), missing, in_own if len(missing) else 0)
 
 
 def refusals(directory: Path, fingerprint: Fingerprint) -> list[str]:

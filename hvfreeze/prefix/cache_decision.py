@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,24 +79,14 @@ class PrefixTimer:
         return self.seconds / self.batches if self.batches else self.measured
 
 
-@dataclass(frozen=True)
-class CutPeriod:
-    """A plan, whether rows were stored for it, and the rank's totals when it was made."""
-
-    cut: int
-    plan: Plan
-    kept: bool
-    rows_read: int
-    seconds_saved: float
-
-
 @dataclass
 class Account:
     """Rows read at all cuts, and seconds saved: those of computing all requested batches minus the actual ones."""
 
     timer: PrefixTimer
     counters: Counters
-    periods: list[CutPeriod] = field(default_factory=list)
+    seconds_saved_predicted: float = 0.0
+    """The sum of the plans' predictions, each until the cut changes."""
     seconds_saved: float = 0.0
     _batches: int = 0
     _took: float = 0.0
@@ -110,43 +99,10 @@ class Account:
             self.seconds_saved += asked * self.timer.seconds_per_batch() - (took - self._took)
         self._batches, self._took = self.counters.batches, took
 
-    def begin(self, cut: int, plan: Plan, *, kept: bool) -> None:
-        """Record a plan; the previous period is complete."""
-        self.periods.append(CutPeriod(cut, plan, kept, self.rows_read, self.seconds_saved))
-
     @property
     def rows_read(self) -> int:
         """Rows read at the current and at shallower cuts."""
         return self.counters.rows_read + sum(self.counters.rows_advanced.values())
-
-    def of_periods(self) -> list[tuple[int, float]]:
-        """Return the rows read and the seconds saved in each period, up to the last `settle`."""
-        totals = [(period.rows_read, period.seconds_saved) for period in self.periods]
-        totals.append((self.rows_read, self.seconds_saved))
-        return [(rows - before, saved - until) for (before, until), (rows, saved) in pairwise(totals)]
-
-
-def summary_of(periods: Sequence[CutPeriod], done: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """Return the entries of summary.json's `cache` that compare predictions with outcomes.
-
-    Args:
-        periods: the periods of any rank, because plans are equal on all.
-        done: the rows and seconds of each period, per rank; rows are summed over ranks, seconds averaged.
-    """
-    stays = [
-        {
-            "cut": period.cut,
-            "kept": period.kept,
-            "reason": period.plan.reason,
-            "rows_read_predicted": round(period.plan.rows_read),
-            "rows_read": sum(rows for rows, _ in ranks),
-            "seconds_saved_predicted": period.plan.seconds_saved,
-            "seconds_saved": sum(saved for _, saved in ranks) / len(ranks),
-        }
-        for period, ranks in zip(periods, zip(*done, strict=True), strict=True)
-    ]
-    names = ("rows_read_predicted", "rows_read", "seconds_saved_predicted", "seconds_saved")
-    return {**{name: sum(stay[name] for stay in stays) for name in names}, "stays": stays}
 
 
 @dataclass(frozen=True)

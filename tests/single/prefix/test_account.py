@@ -1,4 +1,4 @@
-"""What a summary says of the cache: predictions beside what came of them, for each stay of the cut."""
+"""The account of what the cache saves, and what is known before it is planned."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from torch import Tensor
 
 from hvfreeze.cache.activations import Counters
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.planning import Plan
 from hvfreeze.prefix import cache_decision
-from hvfreeze.prefix.cache_decision import Account, CostInputs, Horizon, PrefixTimer, rates_of, space_in, summary_of
-
-
-def plan(seconds: float, rows: float) -> Plan:
-    return Plan(True, True, seconds, rows, "saves", ())
+from hvfreeze.prefix.cache_decision import Account, CostInputs, Horizon, PrefixTimer, rates_of, space_in
 
 
 def test_what_is_saved_is_what_all_batches_would_have_taken_less_what_they_took() -> None:
@@ -52,30 +47,6 @@ def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shor
         pass
     assert misses.batches == 1 and misses.seconds < misses.spent
     assert misses.seconds_per_batch() == misses.seconds
-
-
-def test_each_stay_has_its_own_prediction_and_outcome() -> None:
-    misses, counters = PrefixTimer(cut=1, seconds=1.0, batches=1), Counters()
-    account = Account(misses, counters)
-    account.begin(1, plan(3.0, 100), kept=True)
-    counters.batches, counters.rows_read = 4, 90
-    account.settle(1)
-    account.begin(2, plan(5.0, 10), kept=False)
-    counters.batches, counters.rows_advanced, counters.read_seconds = 6, {1: 30}, 0.5
-    account.settle(2)
-    mine = account.of_periods()
-    told = summary_of(account.periods, [mine, mine])
-    assert [(stay["cut"], stay["kept"]) for stay in told["stays"]] == [(1, True), (2, False)]
-    assert [stay["rows_read_predicted"] for stay in told["stays"]] == [100, 10]
-    assert [stay["rows_read"] for stay in told["stays"]] == [180, 60], "rows of all ranks"
-    assert [stay["seconds_saved_predicted"] for stay in told["stays"]] == pytest.approx([3.0, 5.0])
-    assert [stay["seconds_saved"] for stay in told["stays"]] == pytest.approx([4.0, 1.5]), "seconds of a rank"
-    assert told["rows_read"] == 240 and told["seconds_saved_predicted"] == pytest.approx(8.0)
-
-
-def test_a_run_whose_cut_never_moved_has_no_stays() -> None:
-    account = Account(PrefixTimer(), Counters())
-    assert summary_of(account.periods, [account.of_periods()])["rows_read"] == 0
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class PrefixActivations:
                 owner=owner,
             )
 
-        self.directory, self.batch_rows = directory, batch_rows
+        self.batch_rows = batch_rows
         self.counters = Counters()
         self.failed: str | None = None
         self._all_exact = True

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 Decode = Callable[[int], PixelArray]
 """Function that returns the preprocessed (3, H, W) uint8 pixels of sample 0..N-1."""
-BATCHES_AHEAD = 2
 
 
 class Decoding:
-    """Decodes samples in threads, batch by batch, from construction on and ahead of the consumer, until closed.
+    """Decodes samples in threads, two batches ahead of the consumer and from construction on, until closed.
 
     Args:
         decode: called in threads.
@@ -44,7 +43,7 @@ class Decoding:
             [(row, self._pool.submit(decode, row)) for row in range(start, min(start + rows, count))]
             for start in starts
         )
-        self._ahead = deque(islice(batches, BATCHES_AHEAD))
+        self._ahead = deque(islice(batches, 2))
         self._later = batches
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from hvfreeze.timing import least_seconds
 from hvfreeze.wording import plural
 
 TIMES = 3
-MOST = 2**31 - 1
+MOST = torch.iinfo(torch.int32).max
 """Largest number of classes or images; with more, torch cannot index the elements of a tensor."""
 
 

@@ -197,7 +197,7 @@ def test_a_module_of_another_model_is_refused() -> None:
 def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     model = Net()
     model.second.weight = model.first.weight
-    with pytest.raises(UsageError, match=r"second\.weight is used by first and second"):
+    with pytest.raises(UsageError, match=r"first\.weight, also called second\.weight, is used by first and second"):
         cut_into_blocks(model, scheme="second", example=torch.randn(3, 4))
     assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
 

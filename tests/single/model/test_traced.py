@@ -105,7 +105,7 @@ def test_what_is_never_called_stays_with_the_last_block() -> None:
             Own("tied"),
             None,
             torch.ones(2, 4),
-            "parameter first.weight, also called third.weight, is used by block first",
+            "first.weight, also called third.weight, is used by first and third",
         ),
         (Own(), None, None, "give a batch of its inputs as example="),
         (Own(), "fourth", None, "there is no module 'fourth'; name some in forward order: first, second, third"),
@@ -135,7 +135,7 @@ def test_a_container_with_most_of_the_parameters_is_taken_apart() -> None:
     chain = blocks_of(Body(), example=torch.ones(2, 3, 8, 8))
     assert names(chain) == ["body.0", "body.3", "head"]
     assert [type(module) for module in chain.blocks[0].modules] == [nn.Conv2d, nn.BatchNorm2d]
-    assert [type(module) for module in chain.blocks[1].modules] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
+    assert [type(module) for module in chain.blocks[1].modules] == [nn.ReLU, nn.Conv2d, nn.BatchNorm2d]
 
 
 def test_a_chain_is_taken_as_one_and_any_other_model_is_watched() -> None:

@@ -206,15 +206,11 @@ def load_weights(
     head = layers[0] if layers else ""
     other_kind = [key for key in fitting if absent and key.startswith(f"{head}.")]
     elsewhere = _head_elsewhere(fitting, own, head) if absent and not other_kind else []
-    fitting = {key: tensor for key, tensor in fitting.items() if key not in (*other_kind, *elsewhere)}
-    if other_kind:
+    ignored, differs = (other_kind, "type") if other_kind else (elsewhere, "name")
+    fitting = {key: tensor for key, tensor in fitting.items() if key not in ignored}
+    if ignored:
         notes.append(
-            f"weights ({source}): ignoring a head of another type ({_first(other_kind)}); {head} is "
-            f"initialised at random"
-        )
-    elif elsewhere:
-        notes.append(
-            f"weights ({source}): ignoring a head of another name ({_first(elsewhere)}); {head} is "
+            f"weights ({source}): ignoring a head of another {differs} ({_first(ignored)}); {head} is "
             f"initialised at random"
         )
     elif absent:

@@ -93,6 +93,14 @@ def test_a_part_that_is_called_again_joins_all_between() -> None:
     assert names(blocks_of(Own("again"), example=torch.ones(2, 4))) == ["first", "third"]
 
 
+def test_a_module_with_two_names_is_one_module() -> None:
+    model, positions = Own(), nn.Module()
+    positions.register_buffer("angles", torch.ones(4))
+    model.alias, model.first.positions, model.second.positions = model.first, positions, positions
+    chain = blocks_of(model, example=torch.ones(2, 4))
+    assert names(chain) == ["first", "second", "third"] and chain.blocks[0].buffer_names == ("first.positions.angles",)
+
+
 def test_what_is_never_called_stays_with_the_last_block() -> None:
     chain = blocks_of(Own("unused"), example=torch.ones(2, 4))
     assert chain.blocks[-1].parameter_names == ("second.weight", "second.bias", "third.weight", "third.bias")

@@ -45,8 +45,8 @@ from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.heads.token_form import try_token_forms
-from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
+from hvfreeze.inference.run_card import card_of, libraries_of
 from hvfreeze.model.activation_memory import note_on_memory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation

@@ -15,8 +15,8 @@ from hvfreeze.errors import NumericsError
 from hvfreeze.heads import linear
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_linear
-from hvfreeze.heads.moments import prepare
 from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.outliers import prepare
 from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.tasks import SCALES, Classes

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.heads.requested_sums import RequestedSums
+from hvfreeze.heads.rows import CHUNK_ROWS
 
 
 def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
     return exponents.sub_(rows.square().sum(1, keepdim=True)).clamp_(max=0).exp_()
 
 
-TILE = 512
+TILE = CHUNK_ROWS
 """Side of a tile of the Gram matrix, and height of a strip, which has a column per centre."""
 ROUNDED_FROM = 16_384
 """Number of rows from which kernel values are rounded to 16 bits, which halves the cache. The rounding error has a

@@ -22,8 +22,6 @@ MOST_COMPONENTS = 512
 """Largest number of principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
 WHITENING = 0.15
 """Power of the variance that divides each component; chosen on held-out rows of one seed of CIFAR-10."""
-LEAST_VARIANCE = 1e-7
-"""Share of the total variance below which a component is float32 rounding noise."""
 DISTANCE = 1.5
 """Mean squared distance of two projected rows, which sets the kernel's bandwidth; chosen with `WHITENING`."""
 
@@ -157,8 +155,9 @@ def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
     matrix, shift = torch.zeros(width, len(product)), torch.zeros(width)
     if world.rank == 0:
         leading = covariance(product)
-        # Varying features have variance 1 here; if all are constant, no component remains.
-        kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
+        # A smaller share of the variance is rounding noise. Varying features have variance 1 here; if all are constant,
+        # no component remains.
+        kept = leading.values > torch.finfo(torch.float32).eps * leading.values.sum().clamp(min=1)
         variances = leading.values[kept].pow(1 - 2 * WHITENING)
         size = (DISTANCE / (2 * variances.sum())).sqrt()
         scaled = leading.directions[:, kept] * leading.values[kept].pow(-WHITENING) * size

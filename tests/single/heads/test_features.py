@@ -129,26 +129,6 @@ def test_tokens_are_averaged_and_not_their_channels(last: bool) -> None:
     assert exits.critics[0].features.in_features == 8, "channels, not tokens"
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_t"])
-def test_a_blocks_output_is_laid_out_as_the_head_reads_it(name: str) -> None:
-    chain = cut_into_blocks(build_model(name, num_classes=3, image_size=32).model.eval())
-    images, parts = torch.randn(2, 3, 32, 32), list[Tensor]()
-    read = every_block(chain, pool=2, example=images)
-    with torch.no_grad():
-        x = images
-        for number, block in enumerate(chain.blocks[:-1]):
-            x = block(x)
-            parts.append(read.part(number, x))
-        torch.testing.assert_close(torch.cat(parts, 1), read(images))
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_tokens_are_laid_out_by_block(last: bool) -> None:
-    block, images = Tokens(last=last), torch.randn(2, 3, 16, 16)
-    read = every_block(turned_chain(block), pool=2, example=images)
-    assert read.part(0, block(images)).equal(read(images))
-
-
 @pytest.mark.parametrize("name", ["vit_b_16", "swin_t", "resnet18"])
 def test_tokens_are_read_as_class_token_mean_or_grid(name: str) -> None:
     vit: Any = torchvision.models.VisionTransformer

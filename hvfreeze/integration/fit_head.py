@@ -25,7 +25,8 @@ from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.traced import call
-from hvfreeze.tasks import TASKS, Classes, Task, class_weights, find_odd_weight
+from hvfreeze.row_weights import class_weights, find_odd_weight
+from hvfreeze.tasks import TASKS, Classes, Task
 
 HELD_OUT_EVERY = 10
 """Every tenth sample chooses the penalty, as in `hvfreeze auto`."""

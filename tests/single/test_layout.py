@@ -31,7 +31,7 @@ LEVELS = (
     ("section",),
     ("settings",),
     ("config",),
-    ("metrics",),
+    ("metrics", "row_weights"),
     ("tasks",),
     ("model", "comm", "cache", "data", "runs"),
     ("freezing", "prefix", "heads", "optim"),

@@ -154,7 +154,7 @@ def check_groups_are_taken_and_it_is_told_once_that_they_do_nothing(world: World
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         DistributedOptimizer(momentum([*model.parameters()]), model=model, num_groups=1)
-    assert [entry.category for entry in seen] == [DeprecationWarning], seen
+    assert [(entry.category, entry.filename) for entry in seen] == [(DeprecationWarning, __file__)], seen
 
 
 def check_a_step_after_synchronize_warns_as_there(world: World) -> None:

@@ -184,19 +184,6 @@ def check_what_low_rank_left_out_is_sent_once_with_the_next_whole_gradient(world
         assert [i for i, name in enumerate(("p0", "p2", "p4")) if not again[name]["error"].any()] == list(whole)
 
 
-def check_no_error_remembers_what_was_not_finite(world: World) -> None:
-    named = parameters()
-    reducer = low_rank(world, named, uncompressed_steps=0)
-    one_step(reducer, named, gradients(world.rank, 0))
-    broken = gradients(world.rank, 1)
-    if world.rank == world.size - 1:
-        broken[2][0, 0, 0, 0] = math.inf
-    one_step(reducer, named, broken)
-    assert not reducer.gradients_are_finite()
-    one_step(reducer, named, gradients(world.rank, 2))
-    assert reducer.gradients_are_finite()
-
-
 def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
     if world.size == 1:
         return

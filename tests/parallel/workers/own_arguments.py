@@ -135,6 +135,9 @@ def check_what_cannot_be_is_refused_by_name(world: World) -> None:
     def wrap(**options: Any) -> DistributedOptimizer:
         return DistributedOptimizer(momentum([*model.parameters()]), model=model, **options)
 
+    for unknown in ("auto", 16, hvd.Compression):
+        words = f"compression ({unknown}) must be none, fp16, powersgd:R"
+        raises(UsageError, words, lambda unknown=unknown: wrap(compression=unknown))  # type: ignore[misc]
     raises(UsageError, "op (Adasum) must be hvd.Average or hvd.Sum", lambda: wrap(op=hvd.Adasum))
     raises(ValueError, "gradient_predivide_factor (2.0)", lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0))
     raises(ValueError, "backward_passes_per_step (0)", lambda: wrap(backward_passes_per_step=0))

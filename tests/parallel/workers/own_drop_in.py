@@ -27,6 +27,7 @@ from tests.parallel.workers.own_optimizer import (
     text_training,
 )
 from tests.parallel.workers.own_optimizer import start as start
+from tests.single.integration.probed_script import Script, equal
 
 LINES: list[str] = []
 
@@ -363,17 +364,6 @@ def check_gradients_can_be_detached(world: World) -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [False] * 8
 
 
-def check_a_gradient_that_a_script_replaces_too_early_is_refused(world: World) -> None:
-    if world.size == 1:
-        return
-    for replace in (nn.Module.zero_grad, lambda one: setattr(one[3].bias, "grad", torch.ones(2))):
-        model = three_layers()
-        optimizer = wrap(model, world)
-        model(torch.ones(4, 3)).sum().backward()
-        replace(model)  # type: ignore[operator]
-        raises(UsageError, "call synchronize() before you", optimizer.step)
-
-
 def check_a_model_that_trains_in_evaluation_mode_is_divided(world: World) -> None:
     model = Text().eval()
     optimizer = wrap(model, world)
@@ -395,99 +385,37 @@ def check_another_model_than_the_optimizers_is_told(world: World) -> None:
     ] * (world.rank == 0)
 
 
-class Mixed(nn.Module):
-    """A convolution that a script may freeze before it has learned, BatchNorm, dropout, and a part that some skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.middle, self.extra = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)
-        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 3))
-
-    def forward(self, x: Tensor, *, more: bool = False) -> Tensor:
-        x = self.middle(self.stem(x))
-        logits: Tensor = self.head(self.extra(x) + x if more else x)
-        return logits
-
-
-def mixed_training(
-    world: World, make: Any, **options: Any
-) -> tuple[Mixed, DistributedOptimizer, Callable[[int], None]]:
-    """Return what trains on patterns in noise, in two passes a step, the gradients clipped."""
-    model, patterns = Mixed(), torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(99))
-    settings = FreezeConfig(freeze="coherence", interval=5, freeze_warmup=5)
-    given = {"blocks": ["stem", "middle", "head"], "backward_passes_per_step": 2, "settings": settings, **options}
-    optimizer = DistributedOptimizer(make(model.parameters()), model=model, world=world, **given)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            step = optimizer.freezer.step
-            generator = torch.Generator().manual_seed(1000 * step + world.rank)
-            torch.manual_seed(1000 * step + world.rank)  # dropout
-            optimizer.zero_grad()
-            for number in range(2):
-                labels = torch.randint(0, 3, (16,), generator=generator)
-                images = patterns[labels] + 0.2 * torch.randn(16, 1, 8, 8, generator=generator)
-                more = (step + world.rank + number) % 3 == 0
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = functional.cross_entropy(model(images, more=more), labels) / 2
-                loss.backward()
-            optimizer.synchronize()
-            for parameter in model.parameters():
-                assert parameter.requires_grad == (parameter.grad is not None)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-    return model, optimizer, train
-
-
 def check_blocks_that_were_frozen_too_early_thaw_on_all_ranks(world: World) -> None:
-    makes: list[tuple[Any, dict[str, Any]]] = [
-        (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), {}),
-        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), {"compression": "fp16"}),
-        (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), {"compression": "powersgd:1"}),
+    makes: list[tuple[Any, str]] = [
+        (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), "none"),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), "fp16"),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), "powersgd:1"),
     ]
-    for make, options in makes:
-        model, optimizer, train = mixed_training(world, make, **options)
-        train(2)
-        optimizer.freezer.freeze(2)
-        frozen, sent = copy.deepcopy([model.stem.state_dict(), model.middle.state_dict()]), []
-        for _ in range(12):
-            before = optimizer.reducer.payload_bytes
-            train(1)
-            sent.append(optimizer.reducer.payload_bytes - before)
-        now = [model.stem.state_dict(), model.middle.state_dict()]
-        same = zip(frozen, now, strict=True)
-        assert all(torch.equal(a, b) for one, other in same for a, b in zip(one.values(), other.values(), strict=True))
-        assert optimizer.freezer.cut == 2 and len(set(sent)) <= 2, "gradients of frozen blocks travel"
+    for make, compression in makes:
+        script, resumed = (Script(make, world=world, passes=2, compression=compression) for _ in range(2))
+        model = script.model
+        script.train(2, dtype=torch.bfloat16)
+        script.freezer.freeze(2)
+        frozen = copy.deepcopy([model.stem, model.middle])
+        script.sent.clear()
+        script.train(12, dtype=torch.bfloat16)
+        assert equal(frozen[0], model.stem) and equal(frozen[1], model.middle)
+        assert script.freezer.cut == 2 and len(set(script.sent)) <= 2, "gradients of frozen blocks travel"
         check_replicas(model.stem, world, step=14)
         said()
-        saved = copy.deepcopy(
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "freezer": optimizer.freezer_state_dict(),
-            }
-        )
-        train(6)
-        history = optimizer.freezer.cut_history
+        saved = script.state()
+        script.train(6, dtype=torch.bfloat16)
+        history = script.freezer.cut_history
         assert history[1].cut == 2 and history[2].cut < 2 and history[2].step == 15, history
         told = [line for line in said() if line.startswith("step 15: thawed: ")]
         assert len(told) == (world.rank == 0) and all("(gains 0." in line for line in told), told
-        optimizer.freezer.average_statistics()
+        script.freezer.average_statistics()
         check_replicas(model, world, step=20)
-        assert not torch.equal(model.middle.weight, frozen[1]["weight"])
-
-        again, resumed, advance = mixed_training(world, make, **options)
-        again.load_state_dict(saved["model"])
-        resumed.load_state_dict(saved["optimizer"])
-        resumed.load_freezer_state_dict(saved["freezer"])
-        advance(6)
+        assert not equal(frozen[1], model.middle)
+        resumed.load(saved)
+        resumed.train(6, dtype=torch.bfloat16)
         resumed.freezer.average_statistics()
-        assert resumed.freezer.cut_history == history
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+        assert resumed.freezer.cut_history == history and equal(model, resumed.model)
 
 
 def check_what_cannot_be_found_out_is_asked_for_by_name(world: World) -> None:

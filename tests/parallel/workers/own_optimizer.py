@@ -120,10 +120,16 @@ def check_what_would_lose_gradients_is_refused(world: World) -> None:
         with optimizer.skip_synchronize():
             raises(UsageError, "must follow synchronize()", optimizer.step)
     optimizer.step()
-    if world.size > 1:
-        optimizer.zero_grad()
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda one: nn.utils.clip_grad_norm_(one.parameters(), 0.5),
+        nn.Module.zero_grad,
+        lambda one: setattr(one[5].bias, "grad", torch.ones(5)),  # type: ignore[index]
+    ]
+    for change in changes if world.size > 1 else []:
+        model = image_model()
+        optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
         functional.cross_entropy(model(images), labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        change(model)
         raises(UsageError, "call synchronize() before you clip", optimizer.step)
         abandon(optimizer)
 

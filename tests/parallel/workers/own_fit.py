@@ -40,7 +40,7 @@ def as_auto(world: World, folder: Path, head: str) -> tuple[dict[str, Any], Any,
         torch.save(trained().state_dict(), weights)
     world.barrier(name="saved")
     settings = {"freeze": "auto", "epochs": 1, "model": MODEL, "weights": str(weights), "head": head}
-    settings |= {"train_samples": 300, "threads": 1, "run_dir": str(folder / head)}
+    settings |= {"train_samples": 150, "threads": 1, "run_dir": str(folder / head)}
     summary = run(from_dict(settings), world)
     job = prepare(from_dict({**settings, "run_dir": str(folder / f"{head}-again")}), world)
     feed = job.factory.context.feed
@@ -65,7 +65,7 @@ def check_a_fitted_last_layer_is_that_of_auto(world: World, folder: Path) -> Non
     with scripts_of(world):
         chosen = fit_head.fit_head(model, loader)
         assert abs(chosen.penalty - summary["head"]["penalty"]) < 1e-12, (chosen.penalty, summary["head"])
-    assert chosen.rows == 300 and check_replicas(model, world, step=0)
+    assert chosen.rows == 150 and check_replicas(model, world, step=0)
     with torch.no_grad():
         # Logistic regression ends within a tenth of the exact coefficients.
         compare(model.eval()(images), applied.logits(images), within=0.1)
@@ -116,7 +116,7 @@ def check_a_fitted_classifier_is_that_of_auto(world: World, folder: Path) -> Non
     with scripts_of(world):
         fitted = fit_classifier.fit_classifier(model, loader)
     assert abs(fitted.fit.penalty - summary["head"]["penalty"]) < 1e-12, (fitted.fit.penalty, summary["head"])
-    assert fitted.fit.rows == 300 and check_replicas(fitted.classifier, world, step=0)
+    assert fitted.fit.rows == 150 and check_replicas(fitted.classifier, world, step=0)
     assert model.training and all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with torch.no_grad():
         compare(fitted.classifier.eval()(images), applied.logits(images), within=0.01)

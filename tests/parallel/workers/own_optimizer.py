@@ -289,7 +289,7 @@ def check_every_optimizer_order_and_schedule_is_plain_training(world: World) -> 
     orders = [("before", "after"), ("between", "between"), ("after", "after"), ("by the model", "after")]
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         order, reference_order = orders[number]
-        for to_none in (True, False):
+        for to_none in (True, False) if name == "sgd" else (number % 2 == 0,):
             ours, theirs = image_model(), image_model()
             plain, wrapped = make(theirs.parameters()), wrap(ours, make(ours.parameters()), world)
             schedules = [

@@ -19,6 +19,7 @@ from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.reading import Move
+from tests.parallel.workers.own_optimizer import raises
 
 SHAPES = [(40, 30), (30,), (16, 3, 5, 5), (7,), (20, 20)]
 
@@ -55,13 +56,8 @@ def same_everywhere(world: World, tensors: list[Tensor], name: str) -> None:
     assert all(theirs == mine for theirs in everybody), "ranks have other bits"
 
 
-def raises(work: Callable[[], object], words: str) -> None:
-    try:
-        work()
-    except UsageError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"nobody said '{words}'")
+def refuses(work: Callable[[], object], words: str) -> None:
+    raises(UsageError, words, work)
 
 
 R = 2
@@ -190,8 +186,8 @@ def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
     reducer = low_rank(world, parameters(), uncompressed_steps=0)
     if world.rank == world.size - 1:
         reducer._exchange.low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
-    raises(reducer.begin, f"rank {world.size - 1} and rank 0 compute different bits")
-    raises(lambda: Reducer(world, compression="powersgd:0").carry([]), "powersgd:R with R in 1..256")
+    refuses(reducer.begin, f"rank {world.size - 1} and rank 0 compute different bits")
+    refuses(lambda: Reducer(world, compression="powersgd:0").carry([]), "powersgd:R with R in 1..256")
 
 
 def check_gradients_of_several_passes_are_added_and_sent_once(world: World) -> None:
@@ -237,18 +233,18 @@ def check_other_numbers_of_passes_are_refused(world: World) -> None:
     named = parameters()
     reducer = Reducer(world)
     reducer.carry(named)
-    raises(
+    refuses(
         lambda: backward(named, gradients(0, 0)),
         "this is backward pass 1, but only 0 may run between begin() and finish()",
     )
     reducer.begin()
     backward(named, gradients(0, 0))
-    raises(lambda: backward(named, gradients(0, 0)), "this is backward pass 2, but only 1 may run")
+    refuses(lambda: backward(named, gradients(0, 0)), "this is backward pass 2, but only 1 may run")
     reducer.finish()
-    raises(lambda: backward(named, gradients(0, 0)), "use begin(passes=N)")
+    refuses(lambda: backward(named, gradients(0, 0)), "use begin(passes=N)")
     reducer.begin(passes=2)
     backward(named, gradients(0, 0))
-    raises(reducer.finish, "finish() was called after 1 of the 2 backward passes")
+    refuses(reducer.finish, "finish() was called after 1 of the 2 backward passes")
     backward(named, gradients(0, 0))
     reducer.finish()
 
@@ -313,37 +309,40 @@ def check_double_precision_is_kept_and_others_are_refused(world: World) -> None:
         tolerance = 1e-6 if i == 1 else 1e-14
         torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
     assert reducer.gradients_are_finite()
-    raises(
+    refuses(
         lambda: reducer.carry([("half", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))]),
         "parameter half has dtype bfloat16, but only float32 and float64",
+    )
+
+
+def freezer_of(world: World, body: list[Any], **rates: float) -> Freezer:
+    """Return a freezer that watches norms, of SGD and a block for each module."""
+    model = nn.Sequential(*body)
+    return Freezer(
+        Chain.from_modules(model, [(f"b{i}", part) for i, part in enumerate(body)]),
+        optimizer=torch.optim.SGD(model.parameters(), **rates),
+        reducer=Reducer(world),
+        world=world,
+        settings=FreezeConfig(freeze="gradient-norm"),
+        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, num_epochs=100),
     )
 
 
 def check_what_the_user_took_out_of_training_stays_out(world: World) -> None:
     torch.manual_seed(0)
     body = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-    model = nn.Sequential(*body)
-    chain = Chain.from_modules(model, [(f"b{i}", part) for i, part in enumerate(body)])
     fixed = [body[1][0].weight, body[0][0].bias]
     for parameter in fixed:
         parameter.requires_grad_(False)
     values = [p.clone() for p in fixed]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    freezer = Freezer(
-        chain,
-        optimizer=optimizer,
-        reducer=Reducer(world),
-        world=world,
-        settings=FreezeConfig(freeze="gradient-norm"),
-        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, num_epochs=100),
-    )
+    freezer = freezer_of(world, body, lr=0.1, momentum=0.9, weight_decay=0.1)
     for step in range(9):
         if step in (3, 6):
             freezer.freeze(2) if step == 3 else freezer.thaw(0)
         freezer.reducer.begin()
-        chain(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        freezer.chain(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         freezer.reducer.finish()
-        optimizer.step()
+        freezer.optimizer.step()
         freezer.after_step(1.0)
         assert not any(p.requires_grad for p in fixed), f"switched on in step {step}"
     assert all(torch.equal(p, before) for p, before in zip(fixed, values, strict=True)), "weight decay moved it"
@@ -353,21 +352,12 @@ def check_what_the_user_took_out_of_training_stays_out(world: World) -> None:
 def check_an_interval_knows_nothing_of_the_one_before(world: World) -> None:
     torch.manual_seed(0)
     body = [nn.Linear(4, 4, bias=False) for _ in range(3)]
-    model = nn.Sequential(*body)
-    chain = Chain.from_modules(model, [(f"b{i}", part) for i, part in enumerate(body)])
-    freezer = Freezer(
-        chain,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        reducer=Reducer(world),
-        world=world,
-        settings=FreezeConfig(freeze="gradient-norm"),
-        cadence=Cadence(interval=2, warmup=100, steps_per_epoch=50, num_epochs=100),
-    )
+    freezer = freezer_of(world, body, lr=0.0)
     for step in range(4):
         freezer.reducer.begin()
         x = torch.ones(2, 4) * (100.0 if step < 2 else 1.0)
         # The first block takes no part in the first step of the second interval, as where a branch is dropped.
-        out = model[2](model[1](x)) if step == 2 else model(x)
+        out = body[2](body[1](x)) if step == 2 else freezer.chain(x)
         out.sum().backward()
         freezer.reducer.finish()
         freezer.after_step(1.0)

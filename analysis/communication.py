@@ -16,7 +16,7 @@ from statistics import mode
 
 from matplotlib.figure import Figure
 
-from analysis.parts.networks.step_times import compute, images, pace, phase, step
+from analysis.parts.step_times import compute, images, pace, phase, step
 from analysis.sweeps.charts import bar_chart
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.launching import bits_per_second

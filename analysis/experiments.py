@@ -16,16 +16,10 @@ from analysis import (
     baseline,
     cache_benefit,
     caching,
-    clock,
     communication,
     compression,
     cores,
-    criteria,
     exact_head,
-    exchange,
-    growth,
-    network,
-    own_scripts,
     peers,
     photographs,
     pixels64,
@@ -48,8 +42,6 @@ EVERY = (
             pixels64,
             tasks,
             exact_head,
-            criteria,
-            own_scripts,
             script_heads,
             cache_benefit,
             cores,
@@ -63,7 +55,7 @@ PAGES = {
     page.name: page
     for page in (
         *(experiment.page for experiment in EVERY),
-        *(module.PAGE for module in (votes, growth, clock, network, exchange, photographs)),
+        *(module.PAGE for module in (votes, photographs)),
     )
 }
 """All pages of results that are made of what is kept, by name."""

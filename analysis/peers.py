@@ -9,7 +9,7 @@ Full fine-tuning, also with smoothed labels, the last stage alone, the same from
 linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
 with rows stored) or Composer's, DistributedDataParallel over gloo, and a head fitted to the features of all blocks:
 each for several budgets of epochs, each budget with the learning rate that was best for it on held-out training
-samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine (analysis.step_costs).
+samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine.
 """
 
 from __future__ import annotations

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.benchmarks.judging import bootstrap_interval
 from analysis.parts.photographs import make_photographs
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
-from analysis.sweeps.kept import RESULTS, publish, stamp, told_of
+from analysis.sweeps.kept import RESULTS, commit, publish
 from analysis.sweeps.launching import follow
 from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.pages import Page, Words
@@ -39,6 +38,7 @@ from analysis.sweeps.sweep import SMOKE_RESULTS, WORK
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.figures import COLOURS, STYLE
 from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.runs.environment import facts_of_this_rank
 
 NAME, MEASURED = "photographs", "measured.jsonl"
 RANKS = 2
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{place}/{len(missing)}] {run.part} {run.name}, {run.way}, number {run.number}", flush=True)
             found = MEASURES[run.part](run, site)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            lines.append({**asdict(run), **found, **stamp(), "finished": now})
+            lines.append({**asdict(run), **found, "commit": commit(), "machine": machine(), "finished": now})
             publish(out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
         if not is_smoke:
             PAGE.write(out.parent, out)
@@ -208,6 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"photographs: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def machine() -> str:
+    """Return where and by what runs are made, but for the source."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 def make_source(folder: Path) -> None:
@@ -543,7 +550,9 @@ def words(root: Path) -> Words:
         "step_table": step_table(lines),
         "phase_table": phase_table(lines),
         "operator_table": operator_table(lines),
-        "told": told_of(pd.DataFrame(lines), unstamped=""),
+        "told": "; source ".join(
+            ", ".join(dict.fromkeys(line[key] for line in lines)) for key in ("machine", "commit")
+        ),
     }
 
 

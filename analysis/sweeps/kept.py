@@ -24,14 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.tree import convert, defaults_of
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -332,29 +330,6 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{known}-dirty" if changed else known
-
-
-def machine(beside: str = ", one thread a rank; ") -> str:
-    """Return where and by what runs are made, but for the source; `beside` stands between machine and versions."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores{beside}{versions}"
-
-
-def stamp() -> dict[str, str]:
-    """Return what a row says of where, and by which source, it was measured."""
-    return {"commit": commit(), "machine": machine()}
-
-
-def texts_of(path: Path) -> pd.DataFrame:
-    """Return a CSV file's cells as texts, empty where there is none; no rows where there is no file."""
-    return pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
-
-
-def told_of(rows: pd.DataFrame, *, unstamped: str) -> str:
-    """Return machines and sources of some rows; `unstamped` is the machine of rows that name none."""
-    machines = rows.get("machine", pd.Series("", index=rows.index)).fillna("").replace("", unstamped)
-    return f"{'; '.join(machines.unique())}; source {', '.join(rows['commit'].unique())}"
 
 
 def git(*arguments: str) -> str:

@@ -16,7 +16,6 @@ from analysis.parts.peers import (
     best_rates,
     by_samples,
     cell_of,
-    file_of,
     shortest,
     steps_of,
     summed,
@@ -155,7 +154,7 @@ def test_a_run_takes_what_its_steps_cost(changes: dict[str, Any], expected: floa
 
 
 def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 32)
+    path = tmp_path / "step_costs/32px.json"
     path.parent.mkdir()
     seconds = {"2 ranks, batches of 64": {kind: [0.0, value, 1e9] for kind, value in KINDS.items()}}
     path.write_text(json.dumps({"seconds": seconds}))
@@ -165,7 +164,7 @@ def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -
 
 
 def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_steps_has_none(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 32)
+    path = tmp_path / "step_costs/32px.json"
     path.parent.mkdir()
     rounds = [10.0, 12.0, 8.0, 13.0, 9.0]
     seconds = {kind: [mean * each / 10 for each in rounds] for kind, mean in KINDS.items()}

@@ -17,7 +17,6 @@ from analysis import (
     communication,
     compression,
     experiments,
-    network,
     peers,
     pixels64,
     static_sweep,
@@ -258,14 +257,6 @@ def test_an_estimate_says_for_how_many_cores(capsys: pytest.CaptureFixture[str])
     for preset, cores in (("reduced", f"on {os.cpu_count()} cores"), ("full", "with a core for each rank")):
         assert sweep.main(baseline.EXPERIMENT, ["--preset", preset, "--estimate"]) == 0
         assert capsys.readouterr().out.rstrip().endswith(cores)
-
-
-def test_words_of_other_commands_are_not_taken_for_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[list[str]] = []
-    monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: None)
-    monkeypatch.setattr(network, "others", lambda rest: passed.append(rest) or 0)
-    assert network.main(["--all", "--work", "a", "--ou", "c"]) == 0
-    assert passed == [["--work", "a", "--ou", "c"]]
 
 
 def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

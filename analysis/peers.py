@@ -6,7 +6,7 @@
 (`TASKS`).
 
 Full fine-tuning, also with smoothed labels, the last stage alone, the same from a cache, the head alone from a cache,
-linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
+blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
 with rows stored) or Composer's, DistributedDataParallel over gloo, and a head fitted to the features of all blocks:
 each for several budgets of epochs, each budget with the learning rate that was best for it on held-out training
 samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine.
@@ -51,7 +51,7 @@ HEADLINE = ("full", "auto", "auto-one-view")
 HEADLINE_SEEDS = {1_000: 10, 5_000: 10, 20_000: 3}
 """Seeds of the methods on the front page, by number of samples."""
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
-SMOKE_PEERS = ("full", "lp-ft", "exact", "auto")
+SMOKE_PEERS = ("full", "exact", "auto")
 """The others' code paths are seen to run by other experiments."""
 MANY, MANY_SAMPLES = 99, 10**9
 NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0.2564,0.2762"}
@@ -93,7 +93,6 @@ PEERS = {
     "last-stage": Peer(flags=LAST_STAGE),
     "last-stage-cached": Peer(flags={**LAST_STAGE, **CACHED}, rate_of="last-stage"),
     "head-cached": Peer(flags={**HEAD_ALONE, **CACHED}, last=1, longer=4),
-    "lp-ft": Peer(flags=HEAD_ALONE, program="analysis.lp_ft"),
     "voted": replace(LIKE_FULL, flags={"freeze": "gradient-norm"}, last=2),
     "autofreeze": replace(LIKE_FULL, flags={"freeze": "percentile", **CACHED}),
     "pipetransformer": replace(LIKE_FULL, flags={"freeze": "geometric", **CACHED}),
@@ -232,7 +231,7 @@ TASKS = {
     "peers_more": Task(counts=(20_000,), peers=STRONGEST, rates_of="peers", like={16: 8}),
     "peers64": Task(
         larger=2,
-        peers=(*STRONGEST, "head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer"),
+        peers=(*STRONGEST, "head-cached", "voted", "autofreeze", "pipetransformer", "composer"),
         rates_of="peers",
     ),
     "peers_mobilenet": Task(

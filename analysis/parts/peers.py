@@ -31,7 +31,7 @@ from analysis.sweeps.statistics import Interval, joined
 from hvfreeze.report.tables import megabytes
 
 PROBE_EPOCHS, PROBE_VIEWS = 10, 2
-"""Epochs of linear probing; all but the first two read the cache and take almost no time."""
+"""Epochs and views of the linear probing before full fine-tuning, in kept runs; most epochs read the cache."""
 NEAR = 0.01
 """Less than the standard error of an accuracy on a thousand held-out samples."""
 SLACK = 0.005

@@ -125,8 +125,8 @@ def line_chart(
         return figure
 
 
-def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_zero: bool = True) -> Figure:
-    """Return horizontal bars (points with whiskers where `from_zero` is off), one below the other."""
+def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0) -> Figure:
+    """Return horizontal bars, one below the other."""
     names = [textwrap.wrap(name, LONGEST_NAME) for name in bars]
     with matplotlib.rc_context(STYLE):
         figure = Figure(
@@ -135,10 +135,7 @@ def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_
         axes = figure.add_subplot()
         rows, values = list(range(len(bars))), list(bars.values())
         means, whiskers = [scale * value.mean for value in values], error_bars(values, scale)
-        if from_zero:
-            axes.barh(rows, means, 0.6, xerr=whiskers, color=OTHERS[0], ecolor="#222222", capsize=3)
-        else:
-            axes.errorbar(means, rows, xerr=whiskers, fmt="o", color=OTHERS[0], capsize=3)
+        axes.barh(rows, means, 0.6, xerr=whiskers, color=OTHERS[0], ecolor="#222222", capsize=3)
         axes.set_yticks(rows, ["\n".join(lines) for lines in names])
         axes.set(xlabel=x, ylim=(len(bars) - 0.4, -0.6))
         axes.grid(visible=False, axis="y")

@@ -30,7 +30,7 @@ class Experiment:
     runs: Callable[[Preset], list[PlannedRun]]
     words: Callable[[Results], Words] = lambda results: {}
     """The names that the page uses, besides the methods of `Results`."""
-    drawings: Callable[[Results], Mapping[str, Figure]]
+    drawings: Callable[[Results], Mapping[str, Figure]] = lambda results: {}
     chooses_lr: bool = False
     """Whether its first runs choose the learning rate of the others, instead of the baseline's."""
     reference: str = ""

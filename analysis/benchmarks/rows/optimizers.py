@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import torch
-
 from analysis.benchmarks.contest import FUSED, Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, HeldBatch, HeldSteps, Setting, held_batches
+from analysis.benchmarks.material import HeldSteps, Setting, held_batches
 from analysis.benchmarks.ranks import Ranks
-from analysis.benchmarks.references import PlainLoop, parts_of, resnet, sgd, split
+from analysis.benchmarks.rows.unfrozen import horovod
 
 CUT = 3
 STEP = f"training step of a ResNet-18, 32 px, cut {CUT}"
@@ -36,32 +34,11 @@ DUELS = (
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+    setting = Setting.of(ranks, scratch, pace)
     duels = [duel for duel in DUELS if duel.name in wanted]
     job = setting.job("ours", cut=CUT)
     batches = held_batches(job)
     sides = [Side("ours", HeldSteps(job).step)]
     for name in (name for duel in duels for name in duel.references):
-        sides.append(Side(name, horovod(batches, per_block=name == "per block").step, FUSED))
+        sides.append(Side(name, horovod(batches, per_block=name == "per block", cut=CUT).step, FUSED))
     yield from hold(ranks, sides, duels, pace=pace)
-
-
-def horovod(batches: list[HeldBatch], *, per_block: bool) -> PlainLoop:
-    """Return a loop with a frozen prefix; the gradients of channels_last weights would be refused."""
-    import horovod.torch as hvd
-
-    model = resnet()
-    prefix, suffix = split(model, CUT)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizers = [
-        hvd.DistributedOptimizer(sgd(module), named_parameters=[(names[p], p) for p in module.parameters()])
-        for module in (parts_of(model)[CUT:] if per_block else [suffix])
-    ]
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            activations = prefix(x)
-        logits: torch.Tensor = suffix(activations)
-        return logits
-
-    return PlainLoop(forward, optimizers, batches)

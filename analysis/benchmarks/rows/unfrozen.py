@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
 from analysis.benchmarks.contest import ABSENT, FUSED, Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, OBSERVED, HeldBatch, HeldSteps, Setting, held_batches
+from analysis.benchmarks.material import OBSERVED, HeldBatch, HeldSteps, Setting, held_batches
 from analysis.benchmarks.ranks import Ranks
-from analysis.benchmarks.references import PlainLoop, over_gloo, parts_of, resnet, sgd
+from analysis.benchmarks.references import PlainLoop, parts_of, resnet, sgd, split
 
 STEP = "training step of a ResNet-18, 32 px, nothing frozen"
 
@@ -49,7 +54,7 @@ DUELS = (
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+    setting = Setting.of(ranks, scratch, pace)
     duels = [duel for duel in DUELS if duel.name in wanted]
     needed = {name for duel in duels for name in (duel.ours, *duel.references)}
     batches = held_batches(setting.job("batches"))
@@ -63,22 +68,36 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     yield from hold(ranks, [make() for name, make in makers.items() if name in needed], duels, pace=pace)
 
 
-def horovod(batches: list[HeldBatch], *, per_block: bool) -> PlainLoop:
+def horovod(batches: list[HeldBatch], *, per_block: bool, cut: int = 0) -> PlainLoop:
     """Return the loop of a Horovod user; the gradients of channels_last weights would be refused."""
     import horovod.torch as hvd
 
     model = resnet()
-    model.train()
+    prefix, suffix = split(model, cut)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    modules = parts_of(model) if per_block else [model]
     optimizers = [
         hvd.DistributedOptimizer(sgd(module), named_parameters=[(names[p], p) for p in module.parameters()])
-        for module in modules
+        for module in (parts_of(model)[cut:] if per_block else [suffix])
     ]
-    return PlainLoop(model, optimizers, batches)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            activations = prefix(x)
+        logits: torch.Tensor = suffix(activations)
+        return logits
+
+    return PlainLoop(forward, optimizers, batches)
 
 
 def data_parallel(ranks: Ranks, batches: list[HeldBatch], scratch: Path) -> PlainLoop:
-    """Return the loop of a DistributedDataParallel user."""
-    wrapped = over_gloo(ranks, scratch, interface="lo")
+    """Return the loop of a DistributedDataParallel user over gloo.
+
+    Collective: every rank must call this, once in a process.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = distributed.FileStore(str(scratch / "gloo"), ranks.size)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size)
+    model = resnet()
+    model.train()
+    wrapped = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     return PlainLoop(wrapped, [sgd(wrapped.module)], batches)

@@ -4,7 +4,6 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import pytest
 from analysis import bench
 from analysis.benchmarks import launching, table
 from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS
-from analysis.benchmarks.judging import Row, judge
+from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.runs import epoch_of
 from hvfreeze.comm.world import SoloWorld
-from tests.single.analysis.bench_clock import Clock
+from tests.single.analysis.bench_clock import Clock, make_row
 
 FIELDS = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}
-
-
-def make_row(name: str = "a", **changes: Any) -> Row:
-    return replace(judge(name, [1.0, 1.0, 1.0], bound=1.02, what="words"), **changes)
 
 
 def test_the_file_has_these_fields_and_nothing_else(tmp_path: Path) -> None:

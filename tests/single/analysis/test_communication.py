@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from analysis import communication
-from analysis.parts.step_times import phase
+from analysis.communication import phase
 from analysis.sweeps.presets import REDUCED
 from hvfreeze.runs.reading import Run
 

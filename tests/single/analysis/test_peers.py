@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers
+from analysis import peers
 from analysis.parts.peers import (
     Cell,
     ahead,
@@ -24,9 +24,6 @@ from analysis.parts.peers import (
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import plan
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.errors import UsageError
-from tests.single.report.run_directories import write_run
 
 EVERYWHERE = peers.Task(counts=list(peers.BUDGETS))
 KINDS = {
@@ -181,32 +178,3 @@ def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_s
     assert (other.low / other.mean, other.high / other.mean) == pytest.approx((once.low / 400, once.high / 400))
     assert found.mean("n5000-ddp-e4", "train_seconds").n == 1 and "to" not in found.time("n5000-ddp-e4")
     assert found.time("n5000-exact-e1") == "3.00 s (3.00 to 3.00)"
-
-
-def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:
-    config = from_dict({"freeze": "static", "cut": 5, "lr": 0.01, "epochs": 2, "run_dir": str(tmp_path)})
-    probing, tuning = lp_ft.parts(config)
-    assert (probing.freeze.cut, probing.cache.cache, probing.optimizer.epochs) == (5, "on", lp_ft.PROBE_EPOCHS)
-    assert (tuning.freeze.freeze, tuning.cache.cache, tuning.optimizer.lr) == ("none", "off", 0.01)
-    assert tuning.model.weights == str(tmp_path / "probe/model.pt")
-    for name, accuracies in (("probe", [None, 0.5]), ("tune", [0.6, 0.7])):
-        write_run(tmp_path / name, accuracies=accuracies)
-    unsaid = {"epochs": 2, "steps": 20, "other_collective_bytes": 1, "final_cut": 0, "cut_history": [[0, 0, 0]]}
-    first, second = (
-        {**unsaid, "cache": {}, **json.loads((tmp_path / name / "summary.json").read_text())}
-        for name in ("probe", "tune")
-    )
-    lp_ft.tell_both(config, first, second)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 10), (1, 20), (2, 30), (3, 40)]
-    whole = json.loads((tmp_path / "summary.json").read_text())
-    assert whole["train_seconds"] == pytest.approx(first["train_seconds"] + second["train_seconds"])
-    phases = [sum(part["seconds"].values()) for part in (first, second, whole)]
-    assert phases[0] + phases[1] == pytest.approx(phases[2])
-    assert whole["test_accuracy"] == second["test_accuracy"]
-    assert whole["cut_history"][-1] == [2, 20, 0]
-
-
-def test_probing_without_a_prefix_is_refused() -> None:
-    with pytest.raises(UsageError, match="needs --freeze static"):
-        lp_ft.parts(Config())

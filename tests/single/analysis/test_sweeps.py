@@ -15,7 +15,6 @@ from analysis import (
     baseline,
     caching,
     communication,
-    compression,
     experiments,
     peers,
     pixels64,
@@ -230,8 +229,7 @@ def test_whole_seconds_are_those_of_a_run_that_was_made_in_one_go(
     [
         (baseline.EXPERIMENT, "--ranks 0 --estimate", "--ranks (0) must be 1 or more"),
         (baseline.EXPERIMENT, "--ranks -1 --estimate", "--ranks (-1) must be 1 or more"),
-        (compression.EXPERIMENT, "--seeds 7,8 --estimate", "--seeds (7,8) must be left out: compression has its own"),
-        (peers.EXPERIMENTS["peers64"], "--seeds 7", "--seeds (7) must be left out: peers64 has its own"),
+        (peers.EXPERIMENTS["peers64"], "--seeds 7,8", "--seeds (7,8) must be left out: peers64 has its own"),
     ],
 )
 def test_ranks_and_seeds_that_no_run_can_have_are_refused(

@@ -35,7 +35,6 @@ METHOD_COLOURS = {
     "percentile, cached": "#DDAACC",
     "linear": COLOURS[4],
     "geometric": COLOURS[5],
-    "coherence": "#332288",
     "DDP": "#BBAA00",
     "DDP, frozen": "#777711",
     "labels smoothed": "#AAAAAA",
@@ -190,16 +189,13 @@ def draw_front(axes: Axes, results: Results) -> None:
     axes.plot(times, [100 * budget.accuracy for budget in results.front.budgets], "-", color=BASELINE, marker=".")
 
 
-def ways_chart(
-    panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str], x: str = "training time (s)"
-) -> Figure:
+def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str]) -> Figure:
     """Return a panel for each title, at most two side by side, with one legend; seconds on a logarithmic axis.
 
     Args:
         panels: title -> its ways; a label looks alike in every panel.
         reference: the label of what all others are held against.
         ours: the labels that are to catch the eye.
-        x: what the points have in place of seconds.
     """
     labels = list(dict.fromkeys(way.label for ways in panels.values() for way in ways))
     looks = looks_of(labels, reference=reference, ours=ours)
@@ -218,7 +214,7 @@ def ways_chart(
                     label=way.label,
                     **looks[way.label],
                 )
-            axes.set(title="\n".join(textwrap.wrap(title, LONGEST_TITLE)), xlabel=x)
+            axes.set(title="\n".join(textwrap.wrap(title, LONGEST_TITLE)), xlabel="training time (s)")
             set_log_scale(axes)
         for axes in places:
             axes.remove()

@@ -66,11 +66,6 @@ class Experiment:
         return open_results(root, self.name, self.reference)
 
 
-def is_complete(directory: Path) -> bool:
-    """Return True if an experiment's folder has runs and their settings."""
-    return (directory / RUNS).exists() and directory.name in by_name(directory.parent / PRESETS)
-
-
 def write_up(experiment: Experiment, preset: Preset, root: Path, *, made: bool, whole: bool) -> None:
     """Where runs were made write the preset, and once the `whole` is there figures and README.md."""
     if not (root / experiment.name / RUNS).exists():

@@ -41,12 +41,8 @@ IDENTITY = tuple(field.name for field in dataclasses.fields(PlannedRun))
 VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 DIGEST = 16
 """Digits of a digest that a row holds: enough to tell trainings apart."""
-UNVOTED = ("none", "static")
-"""Values of --freeze without votes."""
-SETTINGS = (
-    "model data train_samples validation_fraction image_size blocks epochs batch_size lr augment partition shard_sizes "
-    "freeze cut signal vote_weight quorum eta_max cache cache_dtype compression precision"
-).split()
+SETTINGS = "model validation_fraction image_size epochs batch_size lr augment freeze cut signal cache".split()
+"""The settings that a row has."""
 
 Row = dict[str, Any]
 Line = dict[str, Any]
@@ -252,16 +248,13 @@ def row_of(line: Line, run: Run) -> Row:
         "bandwidth": line["bandwidth"] or None,
         **{name: settings.get(name) for name in SETTINGS},
         "test_accuracy": run.test_accuracy,
-        "best_test_accuracy": run.best_accuracy,
         "train_seconds": run.train_seconds,
         **{key: line[key] for key in ("whole_seconds",) if key in line},
         "steps": int(run.metrics[-1]["step"]),
         "images_per_second": run.images_per_second,
         "allreduce_bytes": run.allreduce_bytes,
-        "other_bytes": summary.get("other_collective_bytes"),
         "final_cut": run.final_cut,
         "cut_history": " ".join(f"{move.cut}@{move.step}" for move in run.cut_history),
-        **vote_columns(run),
         **{f"cache_{key}": cache.get(key) for key in cached},
         **{f"seconds_{phase}": run.seconds[phase] for phase in COUNTED},
         f"seconds_{UNCOUNTED}": float(summary["seconds"].get(UNCOUNTED, 0.0)),
@@ -272,16 +265,6 @@ def row_of(line: Line, run: Run) -> Row:
         **{key: environment.get(key) for key in ("processor", "cores", "threads")},
         **{name: environment.get("versions", {}).get(name) for name in VERSIONS},
     }
-
-
-def vote_columns(run: Run) -> Row:
-    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts; None without votes."""
-    if run.settings["freeze"] in UNVOTED:
-        return dict.fromkeys(("votes", "moves", "disagreements"))
-    votes = [line for line in run.decisions if line["proposals"]]
-    split = sum(len(set(line["proposals"])) > 1 for line in votes)
-    moves = sum(line["cut_after"] != line["cut_before"] for line in votes)
-    return {"votes": len(votes), "moves": moves, "disagreements": split}
 
 
 def unlike(run: Run) -> int:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import pandas as pd
-
 from analysis.sweeps.kept import KeptRuns, Row, machine_of
 from analysis.sweeps.statistics import (
     Interval,
@@ -114,11 +112,6 @@ class Results:
     """The front of each seed, for differences paired by seed."""
     reference: str = ""
     """The label of full fine-tuning among these rows, which others are compared with."""
-
-    @functools.cached_property
-    def frame(self) -> pd.DataFrame:
-        """The rows; cells keep their types."""
-        return pd.DataFrame(self.rows, dtype=object)
 
     @functools.cached_property
     def by_label(self) -> dict[str, list[Row]]:

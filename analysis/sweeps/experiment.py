@@ -44,6 +44,14 @@ class Experiment:
     one_factor: bool = True
     """Whether runs have the preset's flags but for one; else a table tells their own."""
 
+    module: str = ""
+    """The module of `analysis` that runs it by its name, where that is not a module of its own."""
+
+    @property
+    def command(self) -> str:
+        """What follows `python -m` to run it."""
+        return f"analysis.{self.module} {self.name}" if self.module else f"analysis.{self.name}"
+
     @property
     def page(self) -> Page:
         """The page of its results."""
@@ -93,7 +101,7 @@ def made(experiment: Experiment, results: Results) -> str:
     seeds = len({row["seed"] for row in results.rows})
     return (
         "## How it was made\n\n"
-        f"- `python -m analysis.{experiment.name} --preset {settings['preset']} --data-dir DIR{weights}`\n"
+        f"- `python -m {experiment.command} --preset {settings['preset']} --data-dir DIR{weights}`\n"
         f"- {around}{settings['ranks']} ranks\n"
         f"- {plural(len(results.rows), 'run')}, {plural(seeds, 'seed')}; brackets hold 95 % intervals (Student's t, "
         "paired by seed)\n"

@@ -155,7 +155,7 @@ class KeptRuns:
             raise RefusedError(f"{self.directory.parent / ENVIRONMENTS} lacks {line['environment']}, of run {name}")
         # So that runs which differ in these alone are never taken for repetitions of each other.
         tree = convert(line["config"]) | {"sweep": {key: line[key] for key in ("program", "nodes", "bandwidth")}}
-        default = defaults_of(tree)
+        default = usual(*(str(tree.get(key, {}).get(key)) for key in ("strategy", "optimizer")))
         run = Run(
             name=name,
             directory=self.directory / name,
@@ -171,6 +171,12 @@ class KeptRuns:
     def rows(self) -> list[Row]:
         """Return a row for each run."""
         return [row_of(line, self.run(name)) for name, line in self.lines.items()]
+
+
+@functools.cache
+def usual(strategy: str, optimizer: str) -> dict[str, dict[str, Any]]:
+    """Return the defaults of all settings, which a strategy and an optimizer have; they are the same for most runs."""
+    return defaults_of({"strategy": {"strategy": strategy}, "optimizer": {"optimizer": optimizer}})
 
 
 def read_lines(path: Path) -> dict[str, Line]:

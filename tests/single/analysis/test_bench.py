@@ -102,7 +102,7 @@ def test_a_bench_that_runs_out_of_time_names_once_what_it_has_not_reached(
     monkeypatch.setattr(bench, "run_case", run_case)
     table.write_rows(path, [make_row("verification", ratio=7.0)])
     assert bench.main(["--out", str(path)]) == 0
-    assert started == [("unfrozen", 860.0), ("optimizers", 460.0), ("frozen", 60.0)]
+    assert started == [("loops", 860.0), ("loops", 460.0), ("frozen", 60.0)]
     said = capsys.readouterr()
     measured = [row.name for row in table.read_rows(path)]
     left_over = [name for name in ROWS if name not in measured]

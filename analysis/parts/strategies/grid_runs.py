@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
@@ -98,6 +99,11 @@ def chain_of(run: Run, *, scheme: str = "residual") -> Chain:
         return cut_into_blocks(model, scheme=scheme)
 
 
+def image_of(run: Run) -> Tensor:
+    """Return a black image of the size that a run has, (1, 3, H, W)."""
+    return torch.zeros(1, 3, run.settings["image_size"], run.settings["image_size"])
+
+
 def grid_of(run: Run) -> dict[str, Any]:
     """Return what a run's summary tells of its grid."""
     found: dict[str, Any] = (run.summary or {})["grid"]
@@ -124,15 +130,15 @@ def predicted_bytes(run: Run) -> tuple[int, int, int]:
     settings, grid = run.settings, grid_of(run)
     chain = chain_of(run)
     chain.model.eval()
-    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
-    boundaries = dry_run(chain.run, images, depth=len(chain.blocks))
+    boundaries = dry_run(chain.run, image_of(run), depth=len(chain.blocks))
     steps, cut = run.metrics[-1]["step"], settings["cut"] or 0
     inner = [start for start, _ in grid["segments"][1:]]
     lines = steps * grid["replicas"]
+    samples = lines * settings["batch_size"]
     trained = sum(parameter.nbytes for _, parameter in chain.named_parameters(cut))
     return (
-        lines * sum(boundaries[depth].num_bytes for depth in inner),
-        lines * sum(boundaries[depth].num_bytes for depth in inner if depth > cut),
+        samples * sum(boundaries[depth].num_bytes for depth in inner),
+        samples * sum(boundaries[depth].num_bytes for depth in inner if depth > cut),
         lines * trained if grid["replicas"] > 1 else 0,
     )
 

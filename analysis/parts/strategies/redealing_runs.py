@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from analysis.parts.strategies.grid_runs import chain_of, grid_of, run, throughput_ratio
+from analysis.parts.strategies.grid_runs import chain_of, grid_of, image_of, run, throughput_ratio
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
@@ -65,8 +63,8 @@ def step_work(
 
 def predicted_gain(waiting: Run, redealt: Run) -> float:
     """Return the predicted speed-up of a step by repartitioning, with a core for each rank."""
-    size, takes = waiting.settings["image_size"], []
-    work = [float(number) for number in work_of(chain_of(waiting), torch.zeros(1, 3, size, size))]
+    takes = []
+    work = [float(number) for number in work_of(chain_of(waiting), image_of(waiting))]
     for one in (waiting, redealt):
         grid, deal = grid_of(one), grid_of(one)["deals"][-1]
         lines = deal["replicas"] // grid["replicas"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from analysis.parts.strategies.grid_runs import chain_of
+from analysis.parts.strategies.grid_runs import chain_of, image_of
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
@@ -99,17 +99,16 @@ def predicted_bytes(run: Run) -> dict[str, int]:
     settings, trunk = run.settings, trunk_of(run)
     chain = chain_of(run, scheme=settings["blocks"])
     chain.model.eval()
-    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
     depth = len(chain.blocks) - (settings["head_blocks"] or 1)
-    boundaries = dry_run(chain.run, images, depth=depth)
-    batches, models = max(trunk["forwards"]), settings["heads"]
-    inner, rows = [stop for _, stop in trunk["segments"][:-1]], len(images) * torch.int64.itemsize
+    boundaries = dry_run(chain.run, image_of(run), depth=depth)
+    samples, models = max(trunk["forwards"]) * settings["batch_size"], settings["heads"]
+    inner = [stop for _, stop in trunk["segments"][:-1]]
     # Each rank has one head, the last of the line its own features.
     labels = {"replay": 0, "direct": models - 1, "ride": len(inner) * models + models - 1}[trunk["labels"]]
     return {
-        "activations": batches * sum(boundaries[stop].num_bytes for stop in inner),
-        "features": batches * (models - 1) * boundaries[depth].num_bytes,
-        "labels": batches * labels * rows,
+        "activations": samples * sum(boundaries[stop].num_bytes for stop in inner),
+        "features": samples * (models - 1) * boundaries[depth].num_bytes,
+        "labels": samples * labels * torch.int64.itemsize,
     }
 
 

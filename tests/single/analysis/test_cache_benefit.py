@@ -90,11 +90,6 @@ def test_gains_errors_and_totals_are_taken_within_pairs(tmp_path: Path) -> None:
     assert not Sweep(other, SWEPT[0]).equal
 
 
-def test_figures_have_six_lines_at_most(tmp_path: Path) -> None:
-    for figure in cache_benefit.drawings(results(tmp_path)).values():
-        assert 2 <= len(figure.axes[0].get_legend_handles_labels()[1]) <= 6
-
-
 @pytest.mark.usefixtures("no_files")
 def test_a_shared_cache_is_empty_for_the_first_kept_run_and_stays_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

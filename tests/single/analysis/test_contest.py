@@ -81,19 +81,23 @@ def test_slack_counts_for_short_references_only() -> None:
     assert with_slack(1.05, slack_seconds=0.3e-3, reference_seconds=1e-3) == pytest.approx(1.3)
 
 
-def test_a_contest_finds_the_ratio_of_two_sides() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "slower_by", "references", "ratio", "said"),
+    [
+        ({"ours": 0.03, "theirs": 0.02}, (), "theirs", 1.5, "30.00 ms against 20.00 ms"),
+        ({"ours": 0.02, "theirs": 0.01}, (0.02,), "theirs", 0.04 / 0.03, "40.00 ms against 30.00 ms"),
+        ({"ours": 0.3, "slow": 0.6, "fast": 0.2}, (), ("slow", "fast"), 1.5, "300.00 ms against 200.00 ms"),
+    ],
+    ids=["two sides", "on its slowest rank", "the fastest of several references"],
+)
+def test_a_contest_finds_the_ratio(
+    seconds: dict[str, float], slower_by: Sequence[float], references: Any, ratio: float, said: str
+) -> None:
     clock = Clock()
-    sides = [Side("ours", clock.work(0.03)), Side("theirs", clock.work(0.02))]
-    (row,) = hold(Alone(), sides, [duel()], pace=QUIET, clock=clock)
-    assert (row.ratio, row.ok) == (pytest.approx(1.5), False)
-    assert "30.00 ms against 20.00 ms" in row.what
-
-
-def test_a_step_lasts_as_long_as_on_its_slowest_rank() -> None:
-    clock = Clock()
-    sides = [Side("ours", clock.work(0.02)), Side("theirs", clock.work(0.01))]
-    (row,) = hold(Alone(slower_by=[0.02]), sides, [duel()], pace=QUIET, clock=clock)
-    assert row.ratio == pytest.approx(0.04 / 0.03)
+    sides = [Side(name, clock.work(each)) for name, each in seconds.items()]
+    (row,) = hold(Alone(slower_by), sides, [duel(reference=references)], pace=QUIET, clock=clock)
+    assert (row.ratio, row.ok) == (pytest.approx(ratio), False)
+    assert said in row.what
 
 
 def test_drift_cancels_because_sides_take_turns() -> None:
@@ -141,13 +145,6 @@ def test_horovod_is_set_up_anew_for_sides_that_need_it_so() -> None:
     sides = [Side("ours", clock.work(0.1)), Side("theirs", clock.work(0.1), "fused")]
     hold(ranks, sides, [duel()], pace=QUIET, clock=clock)
     assert ranks.modes[:4] == ["unfused", "fused", "fused", "unfused"]
-
-
-def test_the_fastest_of_several_references_counts() -> None:
-    clock = Clock()
-    sides = [Side("ours", clock.work(0.3)), Side("slow", clock.work(0.6)), Side("fast", clock.work(0.2))]
-    (row,) = hold(Alone(), sides, [duel(reference=("slow", "fast"))], pace=QUIET, clock=clock)
-    assert row.ratio == pytest.approx(1.5)
 
 
 def test_sides_that_compute_something_else_are_refused() -> None:

@@ -46,12 +46,6 @@ def test_what_the_front_page_shows_has_ten_seeds_other_ways_five_and_20_000_samp
         assert {run.seed for run in tested if run.label == label} == set(range(seeds)), label
 
 
-def test_full_fine_tuning_alone_has_16_epochs_of_5_000_samples_and_more() -> None:
-    longest = {(cell.samples, cell.peer) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.epochs == 16}
-    assert {peer for samples, peer in longest if samples > 1_000} == {"full"}
-    assert {samples for samples, peer in longest if peer == "full"} == {1_000, 5_000, 20_000}
-
-
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
     chosen = [(cell.samples, cell.epochs) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.peer == "auto"]
     assert chosen == [(1_000, 1), (5_000, 1), (5_000, 4), (20_000, 1), (20_000, 4)]

@@ -82,7 +82,7 @@ def against(results: Results, name: str, way: str, *, n: bool = True) -> str:
 def table(results: Results) -> str:
     """Return accuracy and processor seconds of all ways."""
     ways = {f"{name}-{key}": (told, way) for name, (told, _) in TASKS.items() for key, (way, _) in WAYS.items()}
-    columns = [
+    columns: list[str | Metric] = [
         Metric("Way", lambda r, label, _: ways[label][1]),
         "accuracy",
         Metric("Processor seconds, both ranks", lambda r, label, _: seconds(processor_seconds(r, label))),

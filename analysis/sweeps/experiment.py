@@ -43,9 +43,8 @@ class Experiment:
     """Whether it has seeds of its own in place of the preset's, but for smoke."""
     one_factor: bool = True
     """Whether runs have the preset's flags but for one; else a table tells their own."""
-
     module: str = ""
-    """The module of `analysis` that runs it by its name, where that is not a module of its own."""
+    """The module of `analysis` that runs it; empty means the module with the experiment's name."""
 
     @property
     def command(self) -> str:

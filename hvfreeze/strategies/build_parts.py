@@ -25,7 +25,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, work_of
 from hvfreeze.optim import open_optimizer
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, behind_prefix, open_budget, suffix_seconds
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe
@@ -36,12 +36,7 @@ from hvfreeze.training.settings import OptimizerConfig
 
 
 def cost_inputs(
-    context: BuildContext,
-    settings: CacheConfig,
-    horizon: Callable[[], Horizon],
-    suffix_seconds: Callable[[], float],
-    *,
-    size: int,
+    context: BuildContext, settings: CacheConfig, horizon: Callable[[], Horizon], *, size: int
 ) -> CostInputs:
     """Return the cost inputs of cache planning; training and evaluation share one budget.
 
@@ -50,7 +45,6 @@ def cost_inputs(
     directory = context.cache_directory(settings)
     return CostInputs(
         horizon=horizon,
-        suffix_seconds=suffix_seconds,
         budget=open_budget(settings, directory, size=size),
         directory=directory,
         memory_bytes=memory_budget(context.world.local_size),
@@ -59,19 +53,12 @@ def cost_inputs(
 
 def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *, size: int) -> CostInputs:
     """Return the cost inputs of a strategy whose cut `freezer` moves; see `cost_inputs`."""
-    per_epoch = context.corpus.plan.batches_per_epoch
-    batches_of_a_step = per_epoch / config.optimizer.steps_per_epoch(per_epoch)
 
     def horizon() -> Horizon:
         epoch = freezer.cadence.epoch(freezer.step)
         return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
 
-    before = behind_prefix(context.clock)
-
-    def seconds() -> float:
-        return suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step, before=before)
-
-    return cost_inputs(context, config.cache, horizon, seconds, size=size)
+    return cost_inputs(context, config.cache, horizon, size=size)
 
 
 def open_both_features(

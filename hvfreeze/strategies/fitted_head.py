@@ -40,7 +40,7 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     """Return the features and the head of a `solvable_chain`. Collective."""
     world = context.world
     # All rows serve once, and the cut never moves.
-    costs = cost_inputs(context, config.cache, lambda: Horizon(1.0, math.inf), lambda: 0.0, size=world.size)
+    costs = cost_inputs(context, config.cache, lambda: Horizon(1.0, math.inf), size=world.size)
     hold_still(context.chain, CUT)
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
     training, evaluation = open_both_features(context, config, halves, costs, world=world, passes=passes)

@@ -17,7 +17,7 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_tensors, work_of
-from hvfreeze.prefix.cache_decision import Horizon, suffix_seconds
+from hvfreeze.prefix.cache_decision import Horizon
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
@@ -130,9 +130,7 @@ def open_line_features(
     def horizon() -> Horizon:
         return Horizon(context.length.epochs - done.steps / batches, math.inf, done.steps // batches)
 
-    costs = cost_inputs(
-        context, config.cache, horizon, lambda: suffix_seconds(context.clock, batches=done.steps), size=1
-    )
+    costs = cost_inputs(context, config.cache, horizon, size=1)
     # The only rank with a cache: it decides alone.
     return open_both_features(context, config, halves, costs, world=LoneRank(context.world))
 

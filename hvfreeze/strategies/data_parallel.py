@@ -12,19 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hvfreeze.allocator import give_back
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.low_rank import pool_into
 from hvfreeze.comm.reducer import Signals
 from hvfreeze.comm.replica_sync import (
     check_buffers,
-    check_replicas,
     pooled_statistics,
     running_statistics,
 )
@@ -36,9 +34,8 @@ from hvfreeze.freezing.coherence import LEAST_PARTS, count_probe_batches
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.optim import Objective, Update, arithmetic_of, needs_equal_arithmetic
-from hvfreeze.prefix.features import Features, Halves
-from hvfreeze.runs.clock import PhaseClock
-from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, WholeModel, not_finite
+from hvfreeze.prefix.features import Halves
+from hvfreeze.strategies.base import MODEL, Answers, BuildContext, State, StepResult, not_finite
 from hvfreeze.strategies.build_parts import (
     check_rows,
     open_both_features,
@@ -46,6 +43,7 @@ from hvfreeze.strategies.build_parts import (
     open_freezer,
 )
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
+from hvfreeze.strategies.whole_replicas import WholeReplicas
 from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
@@ -128,66 +126,6 @@ def check_arithmetic(context: BuildContext, settings: OptimizerConfig) -> None:
             "input, so replicas would diverge; use the same processor model and --threads on all ranks, or use sgd "
             "or adamw without --clip-grad"
         ).on_all_ranks()
-
-
-@dataclass(eq=False, kw_only=True)
-class WholeReplicas:
-    """The common part of strategies whose ranks hold equal copies of the whole model; see `OpenModel`."""
-
-    models: ClassVar[Sequence[str]] = (MODEL,)
-    world: World
-    """The ranks whose copies are equal."""
-    halves: Halves
-    training: Features
-    evaluation: Features
-    clock: PhaseClock
-    """Seconds of a step by phase."""
-    _began: bool = False
-    """Changes of the cut before the first epoch are applied to features when the model is complete."""
-
-    def __post_init__(self) -> None:
-        self.chain = self.halves.chain
-
-    def begin_epoch(self, batches: Sequence[Batch], *, training: bool = True) -> None:
-        """Prepare for these batches. Collective."""
-        self.take_place()
-        (self.training if training else self.evaluation).begin_epoch(batches)
-
-    def take_place(self) -> None:
-        """Set the features to the initial cut, once the model has its initial state. Collective."""
-        if not self._began:
-            self._began = True
-            give_back()
-            self._follow_cut()
-
-    def predict(self, batch: Batch) -> dict[str, Answers]:
-        """Return the logits of an evaluation batch. Not a collective."""
-        self.halves.be_in_mode(training=False)
-        with torch.no_grad():
-            logits = self.halves.suffix(self.evaluation.of(batch), self.evaluation.cut).float()
-        return {MODEL: Answers(logits, batch.labels)}
-
-    def check(self, *, step: int) -> str:
-        """Return the digest of the model; raises if copies differ. Collective."""
-        return check_replicas(self.chain.model, self.world, step=step)
-
-    def whole_models(self) -> Iterator[WholeModel]:
-        """Yield the model, which every rank holds."""
-        yield WholeModel(MODEL, self.chain.model.state_dict())
-
-    def close(self) -> None:
-        """Publish cached rows and close all files."""
-        self.training.close()
-        self.evaluation.close()
-
-    def _cuts(self) -> Sequence[int]:
-        """Return the cuts so far, the current one last."""
-        raise NotImplementedError
-
-    def _follow_cut(self) -> None:
-        """Update both splits' activations after a change of the cut. Collective."""
-        for features in (self.training, self.evaluation):
-            features.move(self._cuts())
 
 
 @dataclass(eq=False, kw_only=True)

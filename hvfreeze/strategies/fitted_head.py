@@ -29,7 +29,7 @@ from hvfreeze.prefix.features import Halves
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import BuildContext, State
 from hvfreeze.strategies.build_parts import cost_inputs, open_both_features
-from hvfreeze.strategies.data_parallel import WholeReplicas
+from hvfreeze.strategies.whole_replicas import WholeReplicas
 from hvfreeze.tasks import Task
 
 CUT = 1

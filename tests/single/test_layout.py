@@ -178,7 +178,16 @@ def violations(tree: Sources) -> set[str]:
 
 def is_shared_by_strategies(path: str, module: str) -> bool:
     """Whether `module` is a file of strategies/ that its strategies share, or a part of the very same strategy."""
-    shared = ("base", "schedules", "build_parts", "compression_choice", "model_parallel", "rounds", "settings")
+    shared = (
+        "base",
+        "schedules",
+        "build_parts",
+        "compression_choice",
+        "model_parallel",
+        "rounds",
+        "settings",
+        "whole_replicas",
+    )
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]
     return name in shared or name == mine or name == STANDS_ON.get(mine)
 

@@ -11,7 +11,7 @@ from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.freezing.freezer import freeze_by_vote
 from hvfreeze.freezing.settings import FreezeConfig
-from hvfreeze.strategies import data_parallel
+from hvfreeze.strategies import whole_replicas
 from tests.program import call
 
 MIB = 2**20
@@ -59,7 +59,7 @@ def test_replicas_give_back_what_set_up_has_freed_before_their_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given_back: list[int] = []
-    monkeypatch.setattr(data_parallel, "give_back", lambda: given_back.append(1))
+    monkeypatch.setattr(whole_replicas, "give_back", lambda: given_back.append(1))
     flags = "--model mlp-16x16 --train-samples 32 --batch-size 16 --epochs 2 --threads 1 --quiet".split()
     assert call("train", *flags, "--run-dir", str(tmp_path / "run")).returncode == 0
     assert given_back == [1]

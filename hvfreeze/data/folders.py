@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
-from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, Sizes, open_image, shown_size, unreadable
-from hvfreeze.data.shards import Ids, evenly, split_validation
+from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, open_image, shown_size, unreadable
+from hvfreeze.data.shards import Ids, split_validation
+from hvfreeze.data.sizes import ImageSizes, Size
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders, split_of
 from hvfreeze.errors import RefusedError
 from hvfreeze.tasks import TASKS, Task
-from hvfreeze.wording import plural
+from hvfreeze.wording import first_few, plural
 
-MOST_SUFFIXES = 8
-_PROBES = 64
-_HOLD_OUT_FRACTION = 0.1
-_HOLD_OUT_SEED = 0
+HELD_OUT = 0.1
+"""Share of the images that is the test set of data without splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +72,15 @@ class Listing:
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, paths=paths, num_bytes=sizes, times=times, given=given, weights=weights)
 
-    def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
-        """Return the distinct (height, width) of at most 64 evenly spaced images, each with an example file.
-
-        Adds the number of images of each size to `counts`. Skips unreadable files: loading the pixels reports them all.
+    def size_of(self, row: int) -> tuple[Size, str]:
+        """Return the size of an image, and its file; reads the header only.
 
         Raises:
-            RefusedError: none of the files is an image.
+            RefusedError: the file is unreadable or not an image.
         """
-        found: dict[tuple[int, int], Path] = {}
-        refusal: RefusedError | None = None
-        for row in evenly(np.arange(len(self.paths)), _PROBES):
-            path = self.root / self.paths[row]
-            try:
-                with open_image(path) as image:
-                    size = shown_size(image)
-                found.setdefault(size, path)
-                if counts is not None:
-                    counts[size] += 1
-            except RefusedError as error:
-                refusal = refusal or error
-        if refusal is not None and not found:
-            raise refusal
-        return found
+        path = self.root / self.paths[row]
+        with open_image(path) as image:
+            return shown_size(image), str(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +91,7 @@ class Folders:
     listings: dict[str, Listing]
     """Listings of the splits train and test."""
     notes: list[str]
-    sizes: dict[tuple[int, int], str]
-    """Distinct (height, width) of a few images, each with an example path."""
-    counts: Sizes
-    """Number of these images per size."""
+    sizes: ImageSizes
     local: dict[str, str]
     """Digest of the modification times on this machine, per split."""
 
@@ -122,7 +104,7 @@ class Folders:
             )
             for name, each in self.listings.items()
         ]
-        return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()
+        return hashlib.sha256(repr((parts, list(self.sizes.counts))).encode()).hexdigest()
 
     def to_send(self) -> Folders:
         """Return the listing in the form that is sent to other ranks."""
@@ -151,10 +133,11 @@ def folders_of(root: Path, listings: dict[str, Listing], notes: list[str]) -> Fo
     Raises:
         RefusedError: a probed file is not an image.
     """
-    counts = Sizes()
-    sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes(counts).items()}
+    sizes = ImageSizes()
+    for listing in listings.values():
+        sizes.probe(len(listing.paths), listing.size_of)
     local = {name: hashlib.sha256(each.times.tobytes()).hexdigest() for name, each in listings.items()}
-    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, counts=counts, local=local)
+    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, local=local)
 
 
 def is_folder(path: Path) -> bool:
@@ -206,11 +189,9 @@ class PassedOver:
     def in_words(self, before: str) -> str:
         """Return the number of files per suffix, the most frequent first; empty if there are none."""
         each = sorted(self.suffixes.items(), key=lambda found: (-found[1], found[0]))
-        more = len(each) - MOST_SUFFIXES
-        shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
-        rest = f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else ""
+        shown = first_few([f"{suffix} ({count})" for suffix, count in each])
         dicom = f" ({CONVERT_DICOM})" if self.suffixes.keys() & set(DICOM_SUFFIXES) else ""
-        return f"{before}{shown}{rest}{dicom}" if each else ""
+        return f"{before}{shown}{dicom}" if each else ""
 
     def notes(self, folder: Path) -> list[str]:
         """Return log lines on what is skipped."""
@@ -341,12 +322,6 @@ def with_classes_of(test: Listing, train: Listing) -> Listing:
         each = plural(len(absent), "class", "classes")
         notes += (f"{test.root} has no image of {each} ({first_few(absent)}): accuracy does not cover them",)
     return replace(test, classes=train.classes, notes=notes)
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return the first names of a list and the number of the others."""
-    more = len(names) - MOST_SUFFIXES
-    return ", ".join(names[:MOST_SUFFIXES]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_image(folder: Path, *, depth: int = 3, most: int = 10_000) -> Path | None:
@@ -545,11 +520,11 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
     total = len(labels)
     if total < 2 * task.outputs:
         raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
-    fraction = max(_HOLD_OUT_FRACTION, 1 / total)
+    fraction = max(HELD_OUT, 1 / total)
     strata = task.strata(labels).numpy()
-    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
+    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=0)
     each = " of each class" if task.kind == "classes" else ""
-    note = f"{why}: a fixed {_HOLD_OUT_FRACTION:.0%}{each} is the test set, {len(held)} of {total} images"
+    note = f"{why}: a fixed {HELD_OUT:.0%}{each} is the test set, {len(held)} of {total} images"
     return kept, held, note
 
 

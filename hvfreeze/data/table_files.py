@@ -15,10 +15,6 @@ from hvfreeze.errors import RefusedError, UsageError
 
 MOST_BYTES = 2**30
 PARQUET = ".parquet"
-MOST_SHOWN = 80
-"""Characters of a cell or line that a message shows."""
-MOST_COLUMNS = 12
-"""Number of columns that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +37,6 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def names_in_words(self) -> str:
-        """Return the column names for messages."""
-        more = len(self.names) - MOST_COLUMNS
-        return ", ".join(self.names[:MOST_COLUMNS]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_table(path: Path) -> Table:
@@ -143,5 +134,5 @@ def text_of(cell: Any) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text on one line."""
-    return " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
+    """Return the first 80 characters of an error's text, on one line."""
+    return " ".join(str(error).split())[:80] or type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.reading import Reading, Sizes, fitted, notes_on_crop
+from hvfreeze.data.reading import Reading, fitted
+from hvfreeze.data.sizes import ImageSizes
 from tests.program import call
 
 RUN = "--model mlp-16x16 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
@@ -71,11 +73,11 @@ def test_squares_keep_as_many_pixels_as_the_images_have_of_what_they_show(tmp_pa
 
 
 def test_how_much_is_cut_off_is_told_for_images_that_lose_something() -> None:
-    sizes = Sizes({(64, 256): 3, (64, 128): 1, (64, 64): 4})
-    [note] = notes_on_crop(sizes, side=32, fit="crop")
+    sizes = ImageSizes(Counter({(64, 256): 3, (64, 128): 1, (64, 64): 4}))
+    [note] = sizes.one_shape(32, fit="crop")[2]
     assert "of 8 images probed, 4 lose 69% of their area; use --fit squash or --fit pad" in note
-    assert notes_on_crop(Sizes({(1000, 1001): 5}), side=32, fit="crop") == []
-    assert notes_on_crop(sizes, side=None, fit="crop") == notes_on_crop(sizes, side=32, fit="pad") == []
+    assert ImageSizes(Counter({(1000, 1001): 5})).one_shape(32, fit="crop")[2] == []
+    assert sizes.one_shape(32, fit="pad")[2] == []
 
 
 def test_a_fit_is_part_of_the_identity_of_rows_and_a_crop_is_what_it_was(tmp_path: Path) -> None:

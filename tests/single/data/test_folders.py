@@ -14,12 +14,14 @@ from hvfreeze.data.folders import (
     Listing,
     PassedOver,
     find_splits,
+    folders_of,
     images_below,
     is_folder,
     list_folders,
     scan,
     splits_in,
 )
+from hvfreeze.data.sizes import MOST_PROBED
 from hvfreeze.errors import RefusedError
 
 
@@ -67,7 +69,7 @@ def test_files_that_are_passed_over_are_counted_by_suffix_and_told(tmp_path: Pat
         write_image(train / f"a/{number}.png")
         (train / f"b/1.x{number:02d}").touch()
     [_, others, _] = list_folders(train).notes
-    assert "24 files" in others and others.endswith(".x05 (1) and 14 more suffixes")
+    assert "24 files" in others and others.endswith(".x05 (1) and 14 more")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,10 @@ def test_probing_finds_sizes_in_both_ends_and_a_file_for_each(tmp_path: Path) ->
     paths = tuple(f"{row:03}.png" for row in range(100))
     for row, path in enumerate(paths):
         write_image(tmp_path / path, width=4 if row in (0, 99) else 6, height=4)
-    sizes = Listing(root=tmp_path, classes=(), paths=paths).sizes()
-    assert sizes == {(4, 4): tmp_path / "000.png", (4, 6): tmp_path / sizes[4, 6].name}
+    listing = Listing(root=tmp_path, classes=(), paths=paths)
+    sizes = folders_of(tmp_path, {"train": listing}, []).sizes
+    assert sizes.counts == {(4, 4): 2, (4, 6): MOST_PROBED - 2}
+    assert sizes.examples == {(4, 4): f"{tmp_path}/000.png", (4, 6): f"{tmp_path}/001.png"}
 
 
 def test_one_pass_tells_sizes_and_times_and_an_equal_tree_elsewhere_is_known_by_its_digest(

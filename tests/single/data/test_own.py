@@ -18,8 +18,8 @@ from PIL import Image
 from hvfreeze.data.data_sets import DataSplits, open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.images import TURNED, BrokenImagesError
-from hvfreeze.data.own import PROBES
 from hvfreeze.data.reading import ORIENTATION, TooLargeError
+from hvfreeze.data.sizes import MOST_PROBED
 from hvfreeze.errors import HvfreezeError, UsageError
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
         made.append(Listed(PIXELS.repeat(50, 1, 1, 1), [None] * 300, targets=torch.tensor([0, 1] * 150)))
         return made[-1]
 
-    assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == PROBES
+    assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == MOST_PROBED
 
 
 def test_an_attribute_has_sample_weights(opened: Callable[..., DataSplits]) -> None:

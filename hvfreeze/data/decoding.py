@@ -38,13 +38,19 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
     Raises:
         TooLargeError: an image exceeds the size limit.
     """
+    return _decode(image_set, np.arange(share, len(image_set), shares), None, workers=workers)
 
-    def look(some: Ids) -> dict[int, str]:
-        return _decode_into(image_set, some, np.empty((len(some), *image_set.image_shape), dtype=np.uint8))
 
-    ids = np.arange(share, len(image_set), shares, dtype=np.int64)
+def _decode(image_set: ImageSet, ids: Ids, pixels: PixelArray | None, *, workers: int) -> dict[int, str]:
+    """Decode samples into `pixels`, if given; return those that cannot be decoded, with the reasons."""
+
+    def decode(start: int) -> dict[int, str]:
+        some = ids[start : start + _CHUNK]
+        rows = np.empty((len(some), *image_set.image_shape), np.uint8) if pixels is None else pixels[start:]
+        return _decode_into(image_set, some, rows[: len(some)])
+
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        found = pool.map(look, [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)])
+        found = pool.map(decode, range(0, len(ids), _CHUNK))
         return {row: reason for part in found for row, reason in part.items()}
 
 
@@ -97,18 +103,9 @@ class MemoryPixels:
         rows[pool.ids] = np.arange(len(pool.ids))
         self._row_of = np.full(len(image_set), -1, dtype=np.int64)
         self._row_of[ids] = rows[ids]
-        own, out = pool.ids[pool.mine], self._pixels[pool.mine]
-        starts = range(0, len(own), _CHUNK)
-        threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-        try:
-            futures = [_submit(threads, image_set, own[i : i + _CHUNK], out[i : i + _CHUNK]) for i in starts]
-            broken: list[str] = []
-            for future in futures:
-                broken += future.result().values()
-            if broken:
-                raise BrokenImagesError(broken)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        broken = _decode(image_set, pool.ids[pool.mine], pool.pixels[pool.mine], workers=workers)
+        if broken:
+            raise BrokenImagesError(list(broken.values()))
 
     def fetch(self, ids: Ids) -> Tensor:
         """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not loaded."""
@@ -203,7 +200,10 @@ class StreamedPixels:
         pixels = torch.empty((len(ids), *self._image_set.image_shape), dtype=torch.uint8)
         chunk = max(1, -(-len(ids) // self._workers))
         starts = range(0, len(ids), chunk)
-        return pixels, [_submit(self._pool, self._image_set, ids[i : i + chunk], pixels[i : i + chunk]) for i in starts]
+        return pixels, [
+            self._pool.submit(_decode_into, self._image_set, ids[i : i + chunk], pixels[i : i + chunk].numpy())
+            for i in starts
+        ]
 
     def _look_ahead(self) -> None:
         for ids in list(islice(self._plan, len(self._started), _BATCHES_AHEAD)):
@@ -279,10 +279,6 @@ class Images:
 
 Inputs = Images | Windows
 """The model inputs and labels of this rank's samples."""
-
-
-def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[dict[int, str]]:
-    return pool.submit(_decode_into, image_set, ids, pixels.numpy())
 
 
 def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> dict[int, str]:

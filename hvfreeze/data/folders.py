@@ -324,15 +324,15 @@ def with_classes_of(test: Listing, train: Listing) -> Listing:
     return replace(test, classes=train.classes, notes=notes)
 
 
-def first_image(folder: Path, *, depth: int = 3, most: int = 10_000) -> Path | None:
-    """Return an image in `folder` or in folders below it; None if there is none among the first `most` entries."""
-    left, seen = deque([(folder, depth)]), 0
+def first_image(folder: Path) -> Path | None:
+    """Return an image in `folder` or two levels below it; None if there is none among the first 10,000 entries."""
+    left, seen = deque([(folder, 3)]), 0
     while left:
         here, levels = left.popleft()
         with suppress(OSError), os.scandir(here) as entries:
             for entry in entries:
                 seen += 1
-                if seen > most:
+                if seen > 10_000:
                     return None
                 if entry.name.startswith("."):
                     continue
@@ -353,14 +353,12 @@ def class_folder_of(path: Path, root: Path) -> Path | None:
     if not path.is_relative_to(root):
         return None
     try:
-        names = [entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
-        splits = find_split_folders(root, names, lambda name: first_image(root / name, depth=1) is not None).values()
-    except (OSError, RefusedError):
+        splits = splits_in(root).values()
+    except RefusedError:
         return None
     if not splits or path == root:
         return root
-    top = path.relative_to(root).parts[0]
-    return root / top if top in splits else None
+    return next((folder for folder in splits if path.is_relative_to(folder)), None)
 
 
 def is_image(name: str) -> bool:

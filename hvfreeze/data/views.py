@@ -68,11 +68,6 @@ TRANSFORMS = "torchvision.transforms.v2"
 """Module of torchvision's transforms. Imported on demand: it loads torch's compiler, which is slower than torch."""
 
 
-def version() -> str:
-    """Return torchvision's version, which determines the pixels of these transforms."""
-    return str(torchvision.__version__)
-
-
 def resized_crops(pixels: Tensor, *, seeds: Bits, height: int, width: int) -> Tensor:
     """Return random crops of (B, C, H, W) uint8, resized to (B, C, height, width).
 
@@ -191,7 +186,7 @@ class Transform:
 
     def identity(self) -> str:
         """Return a text that determines the views of given pixels: equal texts give equal bits."""
-        library = version() if self.recipe != ("crop",) else ""
+        library = str(torchvision.__version__) if self.recipe != ("crop",) else ""
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
 

@@ -263,7 +263,7 @@ def label_columns(table: Table, columns: Columns, known: Sequence[str]) -> tuple
 def column_for(table: Table, what: str, named: str | None, known: Sequence[str]) -> str:
     """Return the named column, else the only one of `known`."""
     if named is None and len(known) != 1:
-        why = f"several columns for the {what}: {', '.join(known)}" if known else f"no column for the {what}"
+        why = f"several columns for the {what}: {', '.join(known)}" if known else f"no column named {what}"
         raise UsageError(
             f"{table.path} has {why}; name the column with --{what}-column (columns: {first_few(table.names)})"
         )

@@ -82,7 +82,7 @@ def test_files_that_are_passed_over_are_counted_by_suffix_and_told(tmp_path: Pat
         (
             "archive/cat/1.png archive/dog/1.png",
             "",
-            r"only \(archive\).*\(cat, dog\) are the classes, name .*/archive ",
+            r"only \(archive\).*\(cat, dog\) are the classes, name .*/archive",
         ),
         ("train/a/1.png train/b/1.png test/b/1.png test/z/1.png", "", "test/z is missing in .*train; add training"),
         ("train/a/1.png train/b/1.png", "test/b", r"test holds no image .* in its class folders; add images"),

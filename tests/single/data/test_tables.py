@@ -243,8 +243,8 @@ def test_what_is_wrong_in_a_table_is_refused_by_line_and_column(tmp_path: Path, 
 
 
 UNCLEAR: dict[str, tuple[list[str], dict[str, str], str]] = {
-    "no names": (SPLIT[1:], {}, r"has no column for the image; name .* --image-column \(columns: 0\.png, owl, train\)"),
-    "no labels": (rows("x,train", header="image,species,split"), {}, "has no column for the label; .*--label-column"),
+    "no names": (SPLIT[1:], {}, r"has no column named image; name .* --image-column \(columns: 0\.png, owl, train\)"),
+    "no labels": (rows("x,train", header="image,species,split"), {}, "has no column named label; .*--label-column"),
     "several": (
         rows("owl,1,train", header="image,label,class id,split"),
         {},

@@ -216,10 +216,9 @@ def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
             look equal; or the folders are splits, see `refuse_splits`.
     """
     passed = PassedOver()
-    entries = _entries(root, passed)
-    names = [name for name, folder in entries if folder]
-    loose = sum(is_image(name) for name, folder in entries if not folder)
-    passed.suffixes.update(suffix_of(name) for name, folder in entries if not folder and not is_image(name))
+    names, files = ([entry.name for entry in entries] for entries in _entries(root, passed))
+    loose = sum(map(is_image, files))
+    passed.suffixes.update(suffix_of(name) for name in files if not is_image(name))
     if not names:
         count = plural(fewest, "class", "classes")
         raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least {count}")
@@ -395,24 +394,16 @@ def files_below(folder: Path, passed: PassedOver) -> list[Image]:
     pending = [""]
     while pending:
         parent = pending.pop()
-        try:
-            with os.scandir(folder / parent) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if leads_to_folder(entry):
-                        if entry.name.lower() in SYSTEM_FOLDERS:
-                            passed.system[entry.name] += 1
-                            continue
-                        if entry.is_symlink():
-                            refuse_circle(folder, f"{parent}{entry.name}")
-                        pending.append(f"{parent}{entry.name}/")
-                    elif is_image(entry.name):
-                        images.append((f"{parent}{entry.name}", *size_and_time(entry)))
-                    else:
-                        passed.suffixes[suffix_of(entry.name)] += 1
-        except OSError as error:
-            raise unreadable(Path(error.filename or folder / parent), error) from error
+        inside, files = _entries(folder / parent, passed)
+        for entry in inside:
+            if entry.is_symlink():
+                refuse_circle(folder, f"{parent}{entry.name}")
+            pending.append(f"{parent}{entry.name}/")
+        for entry in files:
+            if is_image(entry.name):
+                images.append((f"{parent}{entry.name}", *size_and_time(entry)))
+            else:
+                passed.suffixes[suffix_of(entry.name)] += 1
     return images
 
 
@@ -453,14 +444,14 @@ def splits_in(root: Path) -> dict[str, Path]:
     Raises:
         RefusedError: `root` cannot be read, or several folders name the same split.
     """
-    return _splits_among(root, _entries(root, PassedOver()))
+    return _splits_among(root, [folder.name for folder in _entries(root, PassedOver())[0]])
 
 
-def _splits_among(root: Path, entries: Sequence[tuple[str, bool]]) -> dict[str, Path]:
+def _splits_among(root: Path, names: Sequence[str]) -> dict[str, Path]:
     def holds_images(name: str) -> bool:
-        return any(is_image(inside) and not folder for inside, folder in _entries(root / name, PassedOver()))
+        return any(is_image(file.name) for file in _entries(root / name, PassedOver())[1])
 
-    found = find_split_folders(root, [name for name, folder in entries if folder], holds_images)
+    found = find_split_folders(root, names, holds_images)
     return {split: root / found[split] for split in SPELLINGS if split in found}
 
 
@@ -476,8 +467,8 @@ def test_set_beside(root: Path) -> str:
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     """Return the listings `train` and `test`, and notes for the user."""
     passed = PassedOver()
-    entries = _entries(root, passed)
-    splits = _splits_among(root, entries)
+    folders = [folder.name for folder in _entries(root, passed)[0]]
+    splits = _splits_among(root, folders)
     if not splits:
         return hold_out(scan(root), f"{root} has class folders only{test_set_beside(root)}")
     names = [folder.name for folder in splits.values()]
@@ -489,7 +480,7 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     if "val" in splits:
         used = f"is not used: accuracy is measured on {tested}" if "test" in splits else "serves as the test set"
         notes.append(f"{splits['val']} {used}")
-    others = sorted(name for name, folder in entries if folder and name not in names)
+    others = sorted(set(folders) - set(names))
     if others:
         notes.append(f"{root}: folders other than the splits are skipped: {first_few(others)}")
     train = scan(splits["train"])
@@ -526,12 +517,23 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
     return kept, held, note
 
 
-def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:
-    """Return the entries of a folder, and whether each is a folder, without hidden and system entries."""
+def _entries(folder: Path, passed: PassedOver) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """Return the folders and the files in a folder, without hidden and system entries.
+
+    Adds the system folders to `passed`. Raises RefusedError if the folder cannot be read.
+    """
+    folders, files = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
     try:
-        with os.scandir(folder) as found:
-            entries = [(entry.name, leads_to_folder(entry)) for entry in found if not entry.name.startswith(".")]
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if not leads_to_folder(entry):
+                    files.append(entry)
+                elif entry.name.lower() in SYSTEM_FOLDERS:
+                    passed.system[entry.name] += 1
+                else:
+                    folders.append(entry)
     except OSError as error:
         raise unreadable(folder, error) from error
-    passed.system.update(name for name, is_folder in entries if is_folder and name.lower() in SYSTEM_FOLDERS)
-    return [(name, folder) for name, folder in entries if not folder or name.lower() not in SYSTEM_FOLDERS]
+    return folders, files

@@ -42,7 +42,7 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
 
 
 def _decode(image_set: ImageSet, ids: Ids, pixels: PixelArray | None, *, workers: int) -> dict[int, str]:
-    """Decode samples into `pixels`, if given; return those that cannot be decoded, with the reasons."""
+    """Decode samples into `pixels`, if given; return the broken samples with the reasons."""
 
     def decode(start: int) -> dict[int, str]:
         some = ids[start : start + _CHUNK]

@@ -130,6 +130,10 @@ def test_probing_finds_sizes_in_both_ends_and_a_file_for_each(tmp_path: Path) ->
     sizes = folders_of(tmp_path, {"train": listing}, []).sizes
     assert sizes.counts == {(4, 4): 2, (4, 6): MOST_PROBED - 2}
     assert sizes.examples == {(4, 4): f"{tmp_path}/000.png", (4, 6): f"{tmp_path}/001.png"}
+    for path in paths:
+        (tmp_path / path).write_bytes(b"no image")
+    with pytest.raises(RefusedError, match=r"000\.png is not an intact image"):
+        folders_of(tmp_path, {"train": listing}, [])
 
 
 def test_one_pass_tells_sizes_and_times_and_an_equal_tree_elsewhere_is_known_by_its_digest(

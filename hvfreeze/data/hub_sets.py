@@ -20,7 +20,7 @@ from PIL import Image
 from hvfreeze.data.folders import held_out_rows
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.split_names import split_of
-from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
+from hvfreeze.data.table_files import PARQUET, Table, text_of
 from hvfreeze.data.tables import (
     LABEL,
     Chosen,
@@ -38,6 +38,7 @@ from hvfreeze.data.tables import (
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
+from hvfreeze.wording import reason_in_a_line
 
 BETWEEN = "\x1f"
 """Delimiter of the labels in a cell that holds a list."""
@@ -105,7 +106,9 @@ def load(name: str) -> dict[str, Any]:
         else:
             found = library.load_dataset(str(path.absolute()))
     except Exception as error:  # the library raises errors of many kinds on damaged data
-        raise RefusedError(f"--data ({name}) cannot be read as a dataset: {one_line(error)}; restore it") from error
+        raise RefusedError(
+            f"--data ({name}) cannot be read as a dataset: {reason_in_a_line(error)}; restore it"
+        ) from error
     return dict(found) if isinstance(found, Mapping) else {"train": found}
 
 

@@ -31,9 +31,10 @@ from hvfreeze.data.reading import (
 )
 from hvfreeze.data.sizes import ImageSizes, Size, rows_probed
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.tasks import TASKS, find_odd_weight
+from hvfreeze.row_weights import find_odd_weight
+from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF, call, code_sha256, is_named_code, told
-from hvfreeze.wording import plural
+from hvfreeze.wording import plural, reason_in_a_line
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -343,5 +344,5 @@ def read_image(
         return to_rgb(image, reading=reading)
     # Pillow may decode the file only here, and raises errors of many kinds on a damaged one.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason_in_a_line(error)
         raise RefusedError(f"--data ({name}): the image of sample {row} cannot be used: {reason}") from error

@@ -31,14 +31,10 @@ PATIENCE_ELSEWHERE_SECONDS = 150.0
 """The same for a job on another host: after a power loss, a file server keeps its lock, NFSv4 for 90 s by default."""
 
 
-LONGEST_WORD = 64
-"""Largest number of characters of a directory's name; file systems allow 255, and a model's name may list its
-layers."""
-
-
 def directory_name(*words: str) -> str:
     """Return a name of time, words, and six random digits, which separate jobs that start in the same second."""
-    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:LONGEST_WORD] for word in words)
+    # File systems allow 255 characters, and a model's name may list its layers.
+    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:64] for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 

@@ -45,8 +45,9 @@ from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.heads.token_form import try_token_forms
-from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
+from hvfreeze.inference.run_card import card_of, libraries_of
+from hvfreeze.model.activation_memory import note_on_memory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
@@ -95,6 +96,15 @@ def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
     return []
+
+
+def notes_on_memory(job: Job, blueprint: Blueprint) -> list[str]:
+    """Return, on rank 0, a note if a batch of images needs more memory than its machine has."""
+    settings, world = job.config, job.world
+    if world.rank > 0 or settings.strategy.strategy != "replicas" or len(blueprint.image_shape) != 3:
+        return []
+    model, batch = job.factory.context.chain.model, settings.optimizer.batch_size
+    return note_on_memory(model, blueprint.image_shape, batch_size=batch, ranks=world.local_size)
 
 
 def notes_on_flips(settings: Config, image_set: ImageSet, finding: Finding | None) -> list[str]:
@@ -461,6 +471,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *notes,
         *kept,
         *notes_on_freezing(config, plan),
+        *(notes_on_memory(job, blueprint) if plan.trained else []),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)

@@ -58,6 +58,7 @@ ALLOWED = {
         "runs",
         "report",
         "timing",
+        "torch_imports",
         "wording",
     },
     "report": {"errors", "settings", "config", "metrics", "runs", "wording"},

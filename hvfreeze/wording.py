@@ -23,6 +23,11 @@ def on_one_line(text: str) -> str:
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
 
 
+def reason_in_a_line(error: Exception) -> str:
+    """Return the start of a library's error message, which may have many lines, else the name of its class."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
     """Return a hint at the closest known word, else at the first of `others`, or ""."""
     close = [*difflib.get_close_matches(word, list(known), n=1), *others]

@@ -34,7 +34,8 @@ from hvfreeze.data.reading import (
 )
 from hvfreeze.data.shards import evenly
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.tasks import TASKS, find_odd_weight
+from hvfreeze.row_weights import find_odd_weight
+from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF, call, code_sha256, is_named_code, told
 from hvfreeze.wording import plural
 

@@ -25,7 +25,7 @@ from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.tasks import find_odd_weight
+from hvfreeze.row_weights import find_odd_weight
 from hvfreeze.wording import plural
 
 IMAGE = (

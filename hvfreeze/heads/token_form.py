@@ -17,7 +17,7 @@ from hvfreeze.data.batches import TrainFeed, announce, padded_batches
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.views import Augment
 from hvfreeze.errors import NumericsError
-from hvfreeze.heads.features import every_block, part_of, token_forms
+from hvfreeze.heads.features import every_block, token_forms
 from hvfreeze.heads.flips import POOL, some_samples
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
@@ -74,7 +74,7 @@ def try_token_forms(
             for number, block in enumerate(chain.blocks[:-1]):
                 x = block(x)
                 for read, found in zip(reads, parts):
-                    found.append(part_of(read, number, x)[: batch.counted])
+                    found.append(read.part(number, x)[: batch.counted])
             for column, found in zip(columns, parts):
                 column.append(torch.cat(found, 1))
         samples = torch.from_numpy(own)

@@ -20,8 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
     READING,
     Colour,
@@ -30,24 +28,18 @@ from hvfreeze.data.reading import (
     fitted,
     picture_of,
     read_rgb,
-    reading_of,
     to_pixels,
     to_rgb,
 )
 from hvfreeze.data.settings import FITS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
-from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.heads.settings import TOKENS, HeadConfig
-from hvfreeze.model.hugging_face import read_architecture
-from hvfreeze.model.weights import weights_path
+from hvfreeze.heads.settings import TOKENS
 from hvfreeze.plain_yaml import parse_plain_yaml
-from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
 from hvfreeze.tasks import TASKS, Numbers, Task
-from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +140,6 @@ class TextPreparation:
 
 FORMAT = 1
 CHUNK = 2**20
-LIBRARIES = ("torch", "torchvision", "pillow")
 PRECISIONS = ("float32", "bfloat16")
 MOST_BYTES = 2**24
 """Largest card in bytes: names of about 200,000 classes."""
@@ -347,15 +338,6 @@ class Card:
         return self.head.endswith(MIRRORED)
 
 
-def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
-    """Return the head of the settings, in the form of `HEADS`."""
-    if settings.head != "multi-level":
-        return settings.head
-    kind = "kernel" if settings.head_fit == "kernel" else settings.head
-    tokens = "" if settings.token_form == "mean" else f":{settings.token_form}"
-    return f"{kind}:{settings.pool}{tokens}{MIRRORED if reads_mirrored else ''}"
-
-
 def write_card(path: Path, card: Card) -> None:
     """Write a card."""
     # Copies of lists: YAML would write a repeated object as an alias.
@@ -428,56 +410,3 @@ def sha256_of(path: Path) -> str:
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
-
-
-def libraries_of(config: Config) -> tuple[str, ...]:
-    """Return the packages that a model's predictions depend on, without hvfreeze."""
-    own = {TIMM: ("timm",), HF: ("transformers",)}
-    return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
-
-
-def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
-    """Return the card of an unfinished run, which evaluates in batches of `rows`.
-
-    With `hashed`, the weight file is read for its digest.
-    """
-    model, data = config.model, config.data
-    path = weights_path(model.model, model.weights) if hashed else None
-    card = Card(
-        model=model.model,
-        architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
-        code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
-        blocks=model.blocks,
-        head=head_named(config.head),
-        classes=corpus.train.classes,
-        image=None
-        if isinstance(transform, Shift)
-        else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
-        context=data.context if isinstance(transform, Shift) else None,
-        precision=config.optimizer.precision,
-        batch_size=rows,
-        data=data.data,
-        weights=model.weights,
-        weights_sha256=sha256_of(path) if path else None,
-        accuracy_on="held-out" if data.validation_fraction > 0 else "test",
-        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in libraries_of(config)}},
-    )
-    return card.of_task(corpus.task)
-
-
-def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: Reading) -> Preparation:
-    """Return the preprocessing for decoded images of (C, H, W), from `transform` without augmentation."""
-    _, height, width = image_shape
-    side, square = transform.image_size, (height,) if height == width else ()
-    return Preparation(
-        height=height,
-        width=width,
-        cropped_to=transform.cropped_to,
-        enlarged_to=None if side in (transform.cropped_to, *square) else side,
-        mean=transform.mean,
-        std=transform.std,
-        reading=reading.version,
-        background=reading.background,
-        fit=reading.fit,
-        resample=reading.resample,
-    )

@@ -45,14 +45,15 @@ from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import WAY_OUT, Finding, find_out, is_open
 from hvfreeze.heads.kernel import ALL_COMPARED
 from hvfreeze.heads.token_form import try_token_forms
-from hvfreeze.inference.card import card_of, libraries_of
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
+from hvfreeze.inference.run_card import card_of, libraries_of
 from hvfreeze.model.activation_memory import note_on_memory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
 from hvfreeze.model.small_maps import note_on_small_maps
 from hvfreeze.model.weight_names import has_published
+from hvfreeze.row_weights import class_weights, scaled_weights
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable
@@ -62,7 +63,7 @@ from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import reads_images, replicas_of, rows_evaluated
-from hvfreeze.tasks import Classes, Numbers, Task, class_weights, scaled_weights
+from hvfreeze.tasks import Classes, Numbers, Task
 from hvfreeze.training.budget import Budget, Work, time_forward
 from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job

@@ -88,7 +88,7 @@ TABLE = {
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+    setting = Setting.of(ranks, scratch, pace, batch_rows=BATCH_ROWS)
     for name, found in TABLE.items():
         predicts = PREDICTION in wanted and name == "cache_auto_cut4"
         if name in wanted or predicts:

@@ -28,18 +28,8 @@ from tests.single.model.states import assert_equal_states, squeezenet, state_of
 TRACKED = "head.norm.num_batches_tracked"
 
 
-def plain(state: dict[str, Tensor]) -> Any:
-    return state
-
-
 SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "plain": plain,
     "half precision": lambda state: {name: t.half() if t.is_floating_point() else t for name, t in state.items()},
-    "wrapped": lambda state: {"epoch": 3, "state_dict": state},
-    "parallel": lambda state: {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
-    "inside a module": lambda state: {f"model.{name}": tensor for name, tensor in state.items()},
-    "compiled": lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
-    "parallel, then compiled": lambda state: {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()},
     "before BatchNorm counted": lambda state: {n: t for n, t in state.items() if not n.endswith("num_batches_tracked")},
 }
 

@@ -45,11 +45,11 @@ class Experiment:
     """Whether runs have the preset's flags but for one; else a table tells their own."""
 
     module: str = ""
-    """The module of `analysis` that runs it by its name, where that is not a module of its own."""
+    """The module of `analysis` that takes its name as an argument; empty if the module has its name."""
 
     @property
     def command(self) -> str:
-        """What follows `python -m` to run it."""
+        """The words after `python -m` that run it."""
         return f"analysis.{self.module} {self.name}" if self.module else f"analysis.{self.name}"
 
     @property

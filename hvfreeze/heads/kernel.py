@@ -430,8 +430,7 @@ class Problem:
 
 def solver_bytes(rows: int, columns: int, *, leads: bool) -> int:
     """Return the memory of the solver in bytes, with all rows as centres."""
-    # On rank 0 sixteen float64 vectors, as measured; on other ranks three float32 vectors for products, and four for the
-    # head.
+    # On rank 0 sixteen float64 vectors, as measured; on others three float32 vectors for products, four for the head.
     return rows * columns * (128 if leads else 28)
 
 

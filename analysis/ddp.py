@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from analysis.parts.ddp_loop import Training, Wrapped, train
+from analysis.parts.ddp_loop import Training, train
 from analysis.parts.run_files import EpochLines, describe, run_script
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.config.tree import Config
@@ -32,11 +32,11 @@ from hvfreeze.training.stage_build import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 Optimizer = torch.optim.Optimizer
-Wrap = Callable[[nn.Module, Optimizer], tuple[Wrapped, Optimizer]]
+Wrap = Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]]
 """Returns model and optimizer with the gradients' exchange."""
 
 
-def with_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Wrapped, Optimizer]:
+def with_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return the model in DistributedDataParallel, and the optimizer as it is."""
     return DistributedDataParallel(model), optimizer
 
@@ -121,6 +121,7 @@ def prepare(config: Config, *, rank: int, size: int, wrap: Wrap) -> Training:
     return Training(
         config=config,
         model=model,
+        module=chain.model,
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,

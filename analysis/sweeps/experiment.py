@@ -43,12 +43,13 @@ class Experiment:
     """Whether it has seeds of its own in place of the preset's, but for smoke."""
     one_factor: bool = True
     """Whether runs have the preset's flags but for one; else a table tells their own."""
+
     module: str = ""
-    """The module of `analysis` that runs it; empty means the module with the experiment's name."""
+    """The module of `analysis` that takes its name as an argument; empty if the module has its name."""
 
     @property
     def command(self) -> str:
-        """What follows `python -m` to run it."""
+        """The words after `python -m` that run it."""
         return f"analysis.{self.module} {self.name}" if self.module else f"analysis.{self.name}"
 
     @property

@@ -67,11 +67,6 @@ TRANSFORMS = "torchvision.transforms.v2"
 """Module of torchvision's transforms."""
 
 
-def version() -> str:
-    """Return torchvision's version, which determines the pixels of these transforms."""
-    return str(_torchvision().__version__)
-
-
 def _torchvision() -> Any:
     """Import torchvision, on demand: it takes longer than torch, and `hvfreeze predict` decodes images meanwhile."""
     from hvfreeze.torchvision_shim import torchvision
@@ -202,7 +197,7 @@ class Transform:
 
     def identity(self) -> str:
         """Return a text that determines the views of given pixels: equal texts give equal bits."""
-        library = version() if self.recipe != ("crop",) else ""
+        library = str(_torchvision().__version__) if self.recipe != ("crop",) else ""
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
 

@@ -430,9 +430,8 @@ class Problem:
 
 def solver_bytes(rows: int, columns: int, *, leads: bool) -> int:
     """Return the memory of the solver in bytes, with all rows as centres."""
-    # On rank 0 nine float64 vectors of the solver; on other ranks three float32 vectors for products, and four for the
-    # head.
-    return rows * columns * (72 if leads else 28)
+    # On rank 0 sixteen float64 vectors, as measured; on others three float32 vectors for products, four for the head.
+    return rows * columns * (128 if leads else 28)
 
 
 def centres_bytes(centres: int, columns: int, *, rows: int, leads: bool) -> int:

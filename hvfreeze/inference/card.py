@@ -31,7 +31,7 @@ from hvfreeze.data.reading import (
     to_pixels,
     to_rgb,
 )
-from hvfreeze.data.settings import FITS, RESAMPLES
+from hvfreeze.data.settings import FITS, MOST_PIXELS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.errors import RefusedError, UsageError
@@ -139,12 +139,10 @@ class TextPreparation:
 
 
 FORMAT = 1
-CHUNK = 2**20
 PRECISIONS = ("float32", "bfloat16")
 MOST_BYTES = 2**24
 """Largest card in bytes: names of about 200,000 classes."""
-LARGEST = 4096
-LARGEST_DECODED, MOST_PIXELS = 2**16, 2**28
+LARGEST_DECODED, LARGEST_AREA = 2**16, 2**28
 """Largest side and area of images in pixels; Pillow does not open larger ones."""
 MOST_ROWS = 2**20
 
@@ -196,7 +194,7 @@ def _are_versions(value: Any) -> bool:
 
 TEXT = (_is_text, "text")
 SHA = (_is_digest, "a SHA-256 of 64 hexadecimal digits")
-SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}")
+SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= MOST_PIXELS), f"null or in 1..{MOST_PIXELS}")
 # Name of an entry -> test of a value, and description of valid values.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
@@ -205,7 +203,7 @@ ENTRIES: dict[str, Any] = {
     "exits": (_are_exits, "an ascending list of blocks"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
     "batch_size": _whole(MOST_ROWS),
-    "context": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
+    "context": SIDE,
     **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or _is_digest(v), "null or " + SHA[1])),
     **dict.fromkeys(("accuracy", "balanced_accuracy", "majority_share"), (_is_share, "null or in 0..1")),
     "task": (lambda v: v in TASKS, "one of " + ", ".join(TASKS)),
@@ -393,8 +391,8 @@ def read_card(path: Path) -> Card:
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
-    if (pixels := prepared["height"] * prepared["width"]) > MOST_PIXELS:
-        raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {MOST_PIXELS}")
+    if (pixels := prepared["height"] * prepared["width"]) > LARGEST_AREA:
+        raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {LARGEST_AREA}")
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
     prepared["background"] = tuple(prepared["background"])
     return Card(image=Preparation(**prepared), **entries)
@@ -405,7 +403,7 @@ def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while part := file.read(CHUNK):
+            while part := file.read(2**20):
                 digest.update(part)
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}") from error

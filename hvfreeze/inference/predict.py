@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
-from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
+from hvfreeze.data.images import SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.own import read_image
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.settings import is_table
@@ -29,7 +29,7 @@ from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
 from hvfreeze.torch_imports import kept_for_good
 from hvfreeze.user_code import HF
-from hvfreeze.wording import plural
+from hvfreeze.wording import MOST_NAMED, plural
 
 if TYPE_CHECKING:
     from hvfreeze.inference.exits import Answering
@@ -155,7 +155,7 @@ def report_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
     Raises:
         BrokenImagesError: images are unreadable without `skip_bad`, or all of them are.
     """
-    if len(reasons) > MOST_LISTED:
+    if len(reasons) > MOST_NAMED:
         for reason in reasons:
             print(f"hvfreeze: {reason.partition(';')[0]}", file=sys.stderr)
     if reasons and not (skip_bad and count):

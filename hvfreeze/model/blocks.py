@@ -31,7 +31,6 @@ from hvfreeze.model.steps import Call, Layout, Step
 from hvfreeze.user_code import told
 
 Group = tuple[str, tuple[Step, ...]]
-NAMES_SHOWN = 16
 
 
 def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
@@ -155,7 +154,7 @@ def _cannot_start(layout: Layout, scheme: str, name: str) -> str:
     around = [leaf.name for leaf in leaves if any(name == own or name.startswith(f"{own}.") for own in leaf.owns)]
     why = f"{name} is inside {around[0]}, which cannot be divided" if around else f"there is no module {name!r}"
     names = [step.name for step in layout.steps]
-    known = ", ".join([*names[:NAMES_SHOWN], "..."] if len(names) > NAMES_SHOWN else names)
+    known = ", ".join([*names[:16], "..."] if len(names) > 16 else names)
     schemes = ", ".join(layout.schemes)
     return (
         f"blocks ({scheme}): {why}; use {schemes}, or names of modules that start a block, in "

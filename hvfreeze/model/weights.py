@@ -31,7 +31,6 @@ Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
 BODY = "body."
 """Prefix of the model's own tensors in the state of a model with a multi-level head."""
-KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -388,5 +387,5 @@ def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str
     return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
 
 
-def _first(keys: list[str]) -> str:
-    return ", ".join(keys[:KEYS_SHOWN]) + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")
+def _first(keys: list[str], most: int = 3) -> str:
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")

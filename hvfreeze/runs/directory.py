@@ -63,10 +63,8 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
             return []
         check_owners(directory)
         check_writable(directory)
-        if settings["run"]["resume"]:
-            check_unlocked(directory, patience_seconds=(PATIENCE_SECONDS, PATIENCE_ELSEWHERE_SECONDS))
-        else:
-            check_unlocked(directory)
+        patience = (PATIENCE_SECONDS, PATIENCE_ELSEWHERE_SECONDS) if settings["run"]["resume"] else (0.0, 0.0)
+        check_unlocked(directory, patience_seconds=patience)
         return changed_settings(directory, settings, environment)
     except OSError as error:
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error

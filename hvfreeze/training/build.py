@@ -30,7 +30,7 @@ from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds, padded_ba
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import DataSplits, ImageSet, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, class_folder_of, first_few, first_image, meant_by
+from hvfreeze.data.folders import Folders, class_folder_of, first_image, meant_by
 from hvfreeze.data.images import TRANSPARENT, ArraySource, BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.reading import reading_of
@@ -74,7 +74,7 @@ from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.training.stage_build import Blueprint, Factory
 from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
-from hvfreeze.wording import did_you_mean, plural
+from hvfreeze.wording import did_you_mean, first_few, plural
 
 FEW_BATCHES = 20
 """Number of batches below which BatchNorm's running statistics (momentum 0.1) keep an eighth of the pretrained ones."""

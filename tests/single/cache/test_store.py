@@ -52,7 +52,7 @@ def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generat
     first.close()
     before = os.stat(first.path).st_ino
     second = open_store(tmp_path, keys)
-    assert int(second.missing(keys).sum()) == 24
+    assert int(second.missing(keys).sum()) == 24 and second.rows_to_complete == 16
     found = read(second, keys[10:26])
     assert found is not None and torch.equal(found, rows[10:26])
     fill(second, keys, rows)
@@ -60,7 +60,12 @@ def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generat
     assert os.stat(first.path).st_ino != before
     third = open_store(tmp_path, keys)
     found = read(third, keys[::-1][:BATCH_ROWS].copy())
-    assert third.complete and found is not None and torch.equal(found, rows.flip(0)[:BATCH_ROWS])
+    assert (
+        third.complete
+        and third.rows_to_complete == 0
+        and found is not None
+        and torch.equal(found, rows.flip(0)[:BATCH_ROWS])
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name]
 
 

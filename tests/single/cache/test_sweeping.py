@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvfreeze.cache.activations import PrefixActivations
+from hvfreeze.cache.activations import PrefixActivations, Shares
 from tests.single.cache.epochs import begun, check_outputs
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
 
@@ -43,6 +43,9 @@ def check(cached: PrefixActivations, net: FrozenNet, number: int) -> list[tuple[
 def test_rows_of_half_a_view_at_the_old_cut_spare_half_of_the_forwards_from_images(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = half_filled(net, tmp_path)
+    views = [(IDS, np.full_like(IDS, view)) for view in range(2)]
+    assert cached.shares(net.fingerprint(1), 1, views) == Shares((0.5, 1.0), 0, 0.0, 0)
+    assert cached.shares(net.fingerprint(3), 3, views) == Shares((0.0, 0.0), 0, 0.75, 1)
     net.begin(cached, 3, OWNED_KEYS)
     assert check(cached, net, 2) == [(1, 3), (1, 3), (0, 3), (0, 3)]
     assert cached.counters.rows_advanced == {1: 2 * BATCH_ROWS}

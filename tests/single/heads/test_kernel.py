@@ -265,4 +265,4 @@ def test_the_solvers_vectors_leave_less_memory_for_kernel_values(monkeypatch: py
     monkeypatch.setattr(fitting, "FEW", 100)
     for memory_bytes in (10**6, 10**3):
         found(labelled_table(200), penalties=[1.0], memory_bytes=memory_bytes)
-    assert given == [10**6 - 200 * CLASSES * 72, 0]
+    assert given == [10**6 - 200 * CLASSES * 128, 0]

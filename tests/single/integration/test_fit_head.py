@@ -79,7 +79,7 @@ def test_labels_and_numbers_and_class_weights() -> None:
 @pytest.mark.parametrize("kind", ["classes", "balanced", "labels", "numbers"])
 def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(kind: str) -> None:
     inputs, classes = data()
-    rare = ((classes == 1) & (torch.arange(300) % 2 == 0)).long()
+    rare = ((classes == 1) & (torch.arange(300) % 3 == 2)).long()  # of weight 2, all
     labels, given = {
         "classes": (classes, {}),
         "balanced": (rare, {"class_weights": "balanced"}),

@@ -335,7 +335,8 @@ def test_what_reaches_around_the_cut_is_noticed(
             with torch.random.fork_rng():
                 found = cached.suffix(batch)
             assert torch.equal(found, reference(data.tensors[0][4 * number : 4 * number + 4]))
-    assert (cached.rows_read > 0) == runs == ("no activations are cached at this cut" not in caplog.text)
+    refusal = "gives another output than its forward pass, e.g. because of a skip connection across the cut or random"
+    assert (cached.rows_read > 0) == runs == (refusal not in caplog.text)
     cached.close()
 
 

@@ -16,8 +16,6 @@ from hvfreeze.model.model_sources import build_model, set_memory_formats, smalle
 from hvfreeze.torchvision_shim import torchvision
 from tests.single.model.states import assert_equal_states, squeezenet, state_of
 
-SHARED_WEIGHTS = Path(__file__).resolve().parents[3] / "../shared/data/resnet18-cifar100-64px-fp16.pt"
-
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet20", "googlenet", "maxvit_t"])
 def test_initialisation_depends_on_torchs_seed_alone(name: str) -> None:
@@ -171,27 +169,6 @@ def test_default_weights_with_auxiliary_heads_lose_them_and_keep_what_they_compu
 def test_default_weights_of_maxvit_are_for_multiples_of_224_pixels() -> None:
     with pytest.raises(UsageError, match="multiple of 224, not 96"):
         build_model("maxvit_t", num_classes=10, weights="DEFAULT", image_size=96)
-
-
-@pytest.mark.skipif(not SHARED_WEIGHTS.exists(), reason="needs ../shared/data/resnet18-cifar100-64px-fp16.pt")
-def test_the_pretrained_resnet18_loads_in_float32_with_or_without_its_head() -> None:
-    saved = torch.load(SHARED_WEIGHTS, weights_only=True)
-    assert saved["conv1.weight"].dtype == torch.float16
-    whole = build_model("resnet18", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
-    assert len(whole.notes) == 1
-    assert_equal_states(
-        {name: tensor.double() for name, tensor in state_of(whole.model).items()},
-        {name: saved[name].double() for name in whole.model.state_dict()},
-    )
-    assert {parameter.dtype for parameter in whole.model.parameters()} == {torch.float32}
-    part = build_model("resnet18", num_classes=10, weights=str(SHARED_WEIGHTS), image_size=64)
-    (note,) = part.notes
-    assert note.endswith("head fc is initialised at random: the weights have 100 classes, the model 10")
-    assert torch.equal(part.model.get_parameter("conv1.weight"), whole.model.get_parameter("conv1.weight"))
-    with pytest.raises(
-        RefusedError, match=r"do not fit ResNet; choose the --model that they belong to \(missing: layer1\.2"
-    ):
-        build_model("resnet34", num_classes=100, weights=str(SHARED_WEIGHTS), image_size=64)
 
 
 @pytest.mark.parametrize(("name", "layers", "parameters"), [("resnet20", 20, 269_722), ("resnet110", 110, 1_727_962)])

@@ -27,7 +27,7 @@ from hvfreeze.tasks import Task
 from hvfreeze.training.budget import Budget
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.journal import Journal
-from hvfreeze.training.stage_build import Factory, Opened, Part
+from hvfreeze.training.parts import Factory, Opened, Part
 from hvfreeze.wording import plural
 
 Report = dict[str, Any]

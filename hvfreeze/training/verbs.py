@@ -33,7 +33,7 @@ from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import save_at_end
 from hvfreeze.training.evaluation import Kept, Score, Totals, add_metrics, mean, reduce
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import HELD_OUT, Part
+from hvfreeze.training.parts import HELD_OUT, Part
 from hvfreeze.wording import plural
 
 Value = TypeVar("Value")

@@ -20,7 +20,7 @@ from hvfreeze.freezing import freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import BuiltModel
 from hvfreeze.strategies.grid.build import BlockTrial
-from hvfreeze.training import stage_build
+from hvfreeze.training import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.twins.grid import Grid
 from tests.parallel.workers import checking
@@ -182,7 +182,7 @@ def check_a_part_without_gradients_goes_on(trial: Trial) -> None:
             built.model.get_submodule("0").requires_grad_(trains)
             return built
 
-        with patch.object(stage_build, "build_model", build):
+        with patch.object(blueprint, "build_model", build):
             run(trial.grid(name, (2, 1, 1), **{**kind, "cut_by": "given", "cut_at": "2"}), trial.world)
             if alone is not None:
                 run(trial.config(f"{name}-plain", shares=1, **kind), alone)

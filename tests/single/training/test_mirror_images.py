@@ -14,9 +14,9 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.errors import Preempted
-from hvfreeze.training import build, loop, stage_build
+from hvfreeze.training import build, loop, parts
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import Factory, Opened, Part
+from hvfreeze.training.parts import Factory, Opened, Part
 from tests.program import Outcome, call
 
 SMALL = ["--model", "tests.kept.small_model:small", "--batch-size", "8", "--threads", "1"]
@@ -194,7 +194,7 @@ def test_the_mean_over_them_is_planned_and_taken_where_they_show_the_same_classe
     shades: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = auto(shades, tmp_path / "asked", "--epochs", "1", "--flips", "mean")
-    monkeypatch.setattr(stage_build, "ALL_COMPARED", 40)
+    monkeypatch.setattr(parts, "ALL_COMPARED", 40)
     told = auto(shades, tmp_path / "told", "--epochs", "1")
     assert asked.returncode == told.returncode == 0, f"{asked}{told}"
     assert "so predictions take 2x longer" in told.stdout and "2x longer" not in asked.stdout

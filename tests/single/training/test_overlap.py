@@ -96,7 +96,7 @@ def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_pat
 
 
 def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
     monkeypatch.setattr(overlap, "MOST_FILES", 5)
     folder = save_noise(tmp_path / "data")
     for number in range(4):
@@ -206,7 +206,7 @@ def test_own_images_that_are_streamed_are_looked_at_too(
     second: int,
     count: int,
 ) -> None:
-    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
     monkeypatch.setattr(overlap, "MOST_DECODED", 4)
     if not decoded:
         monkeypatch.setattr("hvfreeze.training.duplicates.samples_to_decode", None)
@@ -269,7 +269,7 @@ def test_a_picture_in_two_training_classes_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     if streamed:
-        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+        monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
     folder = save_noise(tmp_path / "data")
     assert conflict(folder, tmp_path / "before") == ([], None)
     shutil.copy(folder / "train" / "b" / "3.webp", folder / "train" / "a" / "another name.webp")
@@ -300,7 +300,7 @@ def test_a_picture_in_two_classes_of_ones_own_data_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     if streamed:
-        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+        monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
     outcome = call(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
     [note] = [line for line in outcome.stdout.splitlines() if "duplicate in another class" in line]

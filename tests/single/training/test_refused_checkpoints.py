@@ -22,8 +22,9 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
 from hvfreeze.runs import checkpoint_file as checkpoint
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.training import checkpoint as saving
-from hvfreeze.training.build import load_share, open_corpus
+from hvfreeze.training.samples import load_share, open_corpus
 from tests.program import call, save_photos
 from tests.single.training.forging import Evil, forged, save_sections
 
@@ -231,9 +232,8 @@ class Rank1(SoloWorld):
 
 
 def test_all_ranks_normalise_as_rank_0_finds_that_the_weights_want_it(finished: Path) -> None:
-    config, world = from_dict({"data": "digits", "train_samples": 64, "weights": str(finished / "model.pt")}), Rank1()
-    options = {"seed": 0, "batch_size": 16, "replicas": 1, "whole_batches": True}
-    corpus = open_corpus(config.data, world, **options)  # type: ignore[arg-type]
+    config, world = from_dict({"train_samples": 64, "batch_size": 16, "weights": str(finished / "model.pt")}), Rank1()
+    corpus = open_corpus(config, world, replicas=1, clock=PhaseClock(SET_UP_PHASES))
     feed, evaluated, *_ = load_share(config, world, corpus, replica=0, rows=16)
     for images in (feed.images, evaluated):
         assert isinstance(images, Images) and images.transform.mean == MEAN

@@ -109,25 +109,23 @@ def finish_saving(job: Job) -> None:
     raise_on_all_ranks(job.world, wait, name="checkpoint.written")
 
 
+SAVED = ("snapshots", "flips", "step", "epochs_done", "epoch_seconds", "best_accuracy", "last_accuracy")
+"""Attributes of the job that a checkpoint has under their names."""
+
+
 def shared_state(job: Job) -> dict[str, Any]:
     """Return the state that is equal on all ranks, or known to rank 0 alone, with that of the strategy."""
     return {
         "run": identity(job.config),
         "journal": job.journal.state_dict(),
         "budget": job.budget.state_dict(),
-        "snapshots": job.snapshots,
-        "flips": job.flips,
+        **{name: getattr(job, name) for name in SAVED},
         "part": [job.opened.first_step, job.opened.first_epoch, job.opened.steps, job.images],
         "earlier": {**job.earlier, "cut_history": [list(move) for move in job.earlier.get("cut_history", ())]},
-        "step": job.step,
         "steps_per_epoch": job.steps_per_epoch,
         "data": job.data_identities,
         "position": job.record.position(),
-        "epochs_done": job.epochs_done,
         "seconds": job.clock.read(),
-        "epoch_seconds": dict(job.epoch_seconds),
-        "best_accuracy": job.best_accuracy,
-        "last_accuracy": job.last_accuracy,
         "last_scores": {model: list(score) for model, score in job.last_scores.items()},
         "best": {name: list(best) for name, best in job.best.items()},
         "evaluations_in_vain": job.evaluations_without_gain,
@@ -153,20 +151,13 @@ LARGEST_SHARE = 0.03
 """Largest share of the training time for checkpoints with --checkpoint-every auto."""
 
 
-def save_when_due(job: Job) -> None:
-    """Write a checkpoint if one is due at this step. Collective."""
-    if is_due(job):
-        save_timed(job)
+def save_if_due(job: Job, *, ends_verb: bool = False, is_last: bool = False) -> None:
+    """Write a checkpoint if one is due at this step, or at the end of a verb, which may be the last. Collective.
 
-
-def save_at_end(job: Job, *, is_last: bool) -> None:
-    """Write a checkpoint at the end of a verb if one is due. Collective."""
-    if is_due_at_end(job, is_last=is_last):
-        save_timed(job)
-
-
-def save_timed(job: Job) -> None:
-    """Write a checkpoint and record the seconds that training waited for it. Collective."""
+    Records the seconds that training waited for it.
+    """
+    if not (is_due_at_end(job, is_last=is_last) if ends_verb else is_due(job)):
+        return
     before = job.clock.read()["checkpoint"]
     with job.clock.within("checkpoint"):
         save(job, settled=True)
@@ -192,9 +183,7 @@ def is_due_at_end(job: Job, *, is_last: bool) -> bool:
     With checkpoints, the end of the last verb always writes one, and other verbs if it is cheap.
     """
     cadence = job.config.run.checkpoint_cadence()
-    if cadence is None:
-        return is_last or is_cheap(job)
-    return bool(cadence[0])
+    return (is_last or is_cheap(job)) if cadence is None else bool(cadence[0])
 
 
 def is_cheap(job: Job) -> bool:
@@ -412,15 +401,13 @@ def load_progress(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -
         job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
         job.journal.load_state_dict(shared["journal"], source=name)
         job.budget.load_state_dict(shared["budget"])
-        job.snapshots, job.flips = dict(shared["snapshots"]), shared["flips"]
+        for name in SAVED:
+            setattr(job, name, shared[name])
         job.images = shared["part"][-1]
         earlier, moves = shared["earlier"], [Move(*move) for move in shared["earlier"]["cut_history"]]
         job.earlier = {**earlier, "cut_history": moves} if moves else {}
         job.totals = {name: Totals.read(sums) for name, sums in state["totals"].items()}
-        job.step = shared["step"]
         job.record.cut_back(shared["position"])
-        job.epochs_done, job.epoch_seconds = shared["epochs_done"], shared["epoch_seconds"]
-        job.best_accuracy, job.last_accuracy = shared["best_accuracy"], shared["last_accuracy"]
         job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
         job.best = {name: Best(*best) for name, best in shared["best"].items()}
         job.evaluations_without_gain = shared["evaluations_in_vain"]

@@ -30,7 +30,7 @@ from hvfreeze.strategies.base import MODEL
 from hvfreeze.tasks import Task
 from hvfreeze.training import loop
 from hvfreeze.training.budget import Pace
-from hvfreeze.training.checkpoint import save_at_end
+from hvfreeze.training.checkpoint import save_if_due
 from hvfreeze.training.evaluation import Kept, Score, Totals, add_metrics, mean, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.parts import HELD_OUT, Part
@@ -290,7 +290,7 @@ class Run:
         self.budget.end(work(value))
         job.journal.end(pack(value), self.budget.mark())
         if part is not None or is_last:
-            save_at_end(job, is_last=is_last)
+            save_if_due(job, ends_verb=True, is_last=is_last)
         return value
 
     def _load(self, part: Part | None) -> None:

@@ -14,6 +14,7 @@ Settings = dict[str, Any]
 
 PATIENT = {"epochs": 10, "validation_fraction": 0.1}
 WEIGHTED = {"class_weights": "balanced"}
+EXACT = {"head": "multi-level", "head_fit": "exact", "augment": "none"}
 
 
 def notes(settings: Settings, *, ranks: int = 2, replicas: int | None = None, batches: int = 20) -> str:
@@ -70,3 +71,11 @@ def test_settings_that_ranks_share_have_an_effect_with_several_ranks_only(settin
 def test_a_setting_without_effect_has_a_note_with_the_reason(settings: Settings, where: Settings, words: str) -> None:
     found = notes(settings, **where)
     assert words in found and bool(words) == (" no effect: " in found) == found.startswith("--"), found
+
+
+def test_a_reason_does_not_name_the_setting_again() -> None:
+    config = from_dict({"freeze": "auto", "epochs": 2, "shuffle": "global", "lr": 0.1})
+    known = {"flips": True, "side": 32, "decodes": False, "ranks": 1, "replicas": 1}
+    alone = without_effect(Plan(config=config, asked=config, parts=(Stretch(from_dict(EXACT)),), **known))
+    assert "--epochs (2) has limited effect: it leaves room only for fitting the head" in alone
+    assert "--shuffle (global), --lr (0.1) have no effect: --epochs (2) leaves room only for fitting the head" in alone

@@ -22,8 +22,9 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     outcome = call("auto", "digits", *flags, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0, str(outcome)
     lines = outcome.stdout.splitlines()
-    assert lines[1].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
-    assert lines[2] == ("note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights")
+    assert lines[0] == "loading digits and shufflenet_v2_x0_5", "at once: the rest may take a minute"
+    assert lines[2].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
+    assert lines[3] == "note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights"
     steps = [
         re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
         for line in lines

@@ -234,8 +234,8 @@ class Factory:
         many = settings.head.head_fit == "kernel" and settings.head.centres is None
         if self.asked_flips != "auto" or not (many and self.mirrors(settings)):
             return settings
-        rows = self.context.feed.plan.samples * max(1, self.augment(settings).num_views)
-        return replace(settings, data=replace(settings.data, flips="mean")) if rows > ALL_COMPARED else settings
+        is_much = self.rows(settings) > ALL_COMPARED
+        return replace(settings, data=replace(settings.data, flips="mean")) if is_much else settings
 
     def work(self, settings: Config, *, cut: int, evaluated: int) -> Work:
         """Return the work per verb of a run that fits a head with these settings and trains the blocks after `cut`.

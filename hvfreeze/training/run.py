@@ -36,11 +36,12 @@ from hvfreeze.runs.trackers import open_trackers
 from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
-from hvfreeze.training.checkpoint import directory_of, finish_saving, restore
+from hvfreeze.training.checkpoint import directory_of, finish_saving
 from hvfreeze.training.evaluation import by_model, mean, other_numbers
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import leaving_on_signal, own_numbers, tested_in_words, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
+from hvfreeze.training.resuming import restore
 from hvfreeze.training.verbs import Run
 from hvfreeze.wording import did_you_mean, in_time, plural
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.optim import Mixture, Objective
 from hvfreeze.tasks import Classes, class_weights
-from tests.program import call
+from tests.program import call, digest_of, succeed
 from tests.single.training.test_unequal_classes import FLAGS, save_images
 
 LABELS = torch.tensor([0] * 12 + [1] * 3 + [2])
@@ -118,10 +117,11 @@ def test_weights_make_another_model_and_are_counted_among_training_samples(words
     for given in ("none", "balanced", "rare=4.5"):
         run = tmp_path / given
         epochs = [] if "exact" in words else ["--epochs", "1"]
-        outcome = call(command, *data, *flags, *FLAGS.split(), *epochs, "--run-dir", str(run), "--class-weights", given)
-        assert outcome.returncode == 0, str(outcome)
+        outcome = succeed(
+            command, *data, *flags, *FLAGS.split(), *epochs, "--run-dir", str(run), "--class-weights", given
+        )
         assert ("--class-weights balanced" in outcome.stdout) == (given == "none")
-        digests[given] = json.loads((run / "summary.json").read_text())["parameter_digest"]
+        digests[given] = digest_of(run)
     # 18 common ones and 4 rare ones.
     assert digests["rare=4.5"] == digests["balanced"] != digests["none"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
 from hvfreeze.training.duplicates import duplicates_in_memory
-from tests.program import Outcome, call
+from tests.program import Outcome, call, succeed, summary_of
 
 TRAIN = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
 TRAIN += ["--augment", "none", "--image-size", "16"]
@@ -49,7 +48,7 @@ def train(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, in
 
 def told(outcome: Outcome, run: Path) -> tuple[list[str], dict[str, int] | None]:
     assert outcome.returncode == 0, str(outcome)
-    found = json.loads((run / "summary.json").read_text()).get("evaluated_in_training")
+    found = summary_of(run).get("evaluated_in_training")
     return [line for line in outcome.stdout.splitlines() if "also in the training set" in line], found
 
 
@@ -258,9 +257,8 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
 
 def conflict(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
     """The notes on conflicts in two classes, and what summary.json says of them."""
-    outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
-    assert outcome.returncode == 0, str(outcome)
-    found = json.loads((run / "summary.json").read_text()).get("trained_in_two_classes")
+    outcome = succeed(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
+    found = summary_of(run).get("trained_in_two_classes")
     return [line for line in outcome.stdout.splitlines() if "have a duplicate in another class" in line], found
 
 
@@ -301,8 +299,7 @@ def test_a_picture_in_two_classes_of_ones_own_data_is_told(
 ) -> None:
     if streamed:
         monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
-    outcome = call(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
     [note] = [line for line in outcome.stdout.splitlines() if "duplicate in another class" in line]
     assert "of 10 training images, 2 have a duplicate in another class, such as sample 0 (0) and sample 9 (1)" in note
 

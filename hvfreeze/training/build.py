@@ -56,7 +56,13 @@ from hvfreeze.training.journal import Journal
 from hvfreeze.training.parts import Factory
 from hvfreeze.training.recipes import first_part, named, planned
 from hvfreeze.training.samples import content_of, load_share, open_agreed_corpus
-from hvfreeze.training.start_notes import notes_on_flips, notes_on_freezing, notes_on_mean, shares_of_classes
+from hvfreeze.training.start_notes import (
+    notes_on_flips,
+    notes_on_freezing,
+    notes_on_mean,
+    notes_on_memory,
+    shares_of_classes,
+)
 from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
 from hvfreeze.wording import plural
@@ -119,6 +125,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
         *notes,
         *kept,
         *notes_on_freezing(config, plan),
+        *(notes_on_memory(job, blueprint) if plan.trained else []),
         *(
             note + (job.beside_majority if job.flip_trial else "")
             for note in notes_on_flips(job.settings, corpus.train, job.flip_trial)

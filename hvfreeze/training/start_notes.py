@@ -1,4 +1,4 @@
-"""Notes at the start of a run: on freezing, on horizontal flips and on imbalanced classes."""
+"""Notes at the start of a run: on freezing, memory, horizontal flips and imbalanced classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hvfreeze.data.settings import TEXT
 from hvfreeze.effects import Plan
 from hvfreeze.heads.flips import WAY_OUT, Finding
 from hvfreeze.heads.kernel import ALL_COMPARED
+from hvfreeze.model.activation_memory import note_on_memory
 from hvfreeze.model.weight_names import has_published
+from hvfreeze.training.blueprint import Blueprint
+from hvfreeze.training.job import Job
 from hvfreeze.training.parts import Factory
 
 
@@ -33,6 +36,15 @@ def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
         keep = "block keeps its" if settings.cut == 1 else f"{settings.cut} blocks keep their"
         return [f"the first {keep} random initialisation; freezing is for trained --weights"]
     return []
+
+
+def notes_on_memory(job: Job, blueprint: Blueprint) -> list[str]:
+    """Return, on rank 0, a note if a batch of images needs more memory than its machine has."""
+    settings, world = job.config, job.world
+    if world.rank > 0 or settings.strategy.strategy != "replicas" or len(blueprint.image_shape) != 3:
+        return []
+    model, batch = job.factory.context.chain.model, settings.optimizer.batch_size
+    return note_on_memory(model, blueprint.image_shape, batch_size=batch, ranks=world.local_size)
 
 
 def notes_on_flips(settings: Config, image_set: ImageSet, finding: Finding | None) -> list[str]:

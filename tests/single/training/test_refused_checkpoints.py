@@ -54,15 +54,25 @@ def stopped_before_its_end(finished: Path, folder: Path) -> Path:
 def test_the_program_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before(
     finished: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
+    folder, probe, code = tmp_path / "run", tmp_path / "code-was-run", io.BytesIO()
     newest = stopped_before_its_end(finished, folder)
-    whole = newest.read_bytes()
+    whole, opened = newest.read_bytes(), checkpoint.open_checkpoint(newest, size=1)
+    shared, own = (bytes(opened.section(number).numpy()) for number in range(2))
     logs = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "decisions.jsonl")}
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    for damaged in (bytes(flipped), whole[:-1], b""):
-        newest.write_bytes(damaged)
-        refused(folder, f"{newest} is damaged")
+    torch.save({"step": opened.step, "evil": Evil(probe)}, code)
+    evil = [forged(*sections, step=opened.step) for sections in ((code.getvalue(), own), (shared, code.getvalue()))]
+    damaged = f"{newest} is damaged"
+    for content, words in (
+        (bytes(flipped), damaged),
+        (whole[:-1], damaged),
+        (b"", damaged),
+        *((each, "contains more than plain values") for each in evil),
+    ):
+        newest.write_bytes(content)
+        refused(folder, words)
+        assert not probe.exists()
     assert {name: (folder / name).read_bytes() for name in logs} == logs
     newest.unlink()
     resumed = resume(folder)
@@ -135,18 +145,6 @@ def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others
         assert outcome.returncode == 3 and f"was trained on other data ({split})" in outcome.messages[0], str(outcome)
         path.write_bytes(before)
     succeed(*flags, "--epochs", "2", "--resume")
-
-
-def test_the_program_runs_no_code_that_a_checkpoint_holds(finished: Path, tmp_path: Path) -> None:
-    newest = stopped_before_its_end(finished, tmp_path / "run")
-    opened, probe = checkpoint.open_checkpoint(newest, size=1), tmp_path / "code-was-run"
-    sections = [bytes(opened.section(number).numpy()) for number in range(2)]
-    buffer = io.BytesIO()
-    torch.save({"step": opened.step, "evil": Evil(probe)}, buffer)
-    for evil in ([buffer.getvalue(), sections[1]], [sections[0], buffer.getvalue()]):
-        newest.write_bytes(forged(*evil, step=opened.step))
-        refused(tmp_path / "run", "contains more than plain values")
-        assert not probe.exists()
 
 
 def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def rate(job: Job) -> float:
     )
 
 
-def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool = True) -> None:
+def end_epoch(job: Job, epoch: int, pace: Pace | None, *, is_last: bool) -> None:
     """Evaluate on all ranks if that is due, and write the epoch's line. Collective."""
     with job.clock.within("evaluate"):
         # Also without an evaluation: the evaluation schedule must not change any bit of the training.

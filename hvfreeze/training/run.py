@@ -173,12 +173,13 @@ def introduce(job: Job, *, resumed: bool) -> None:
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
     say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
-    trained = plural(job.factory.context.feed.plan.samples, f"training {noun}")
+    context = job.factory.context
+    trained = plural(context.feed.plan.samples, f"training {noun}")
+    tested = plural(len(context.corpus.evaluated_ids), f"test {noun}")
     held = f" ({job.factory.held_out_samples} of them held out)" if config.head.solved else ""
     say(
         f"data: {data.data_dir or data.data}, {trained}{held}, "
-        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), *job.task.nouns)}; "
-        f"{plural(job.world.size, 'rank')}"
+        f"{tested}, {plural(len(job.card.classes), *job.task.nouns)}; {plural(job.world.size, 'rank')}"
     )
     if not config.freeze.auto:
         say(

@@ -1,13 +1,12 @@
 """By how much does the cache pay, when, and when not? Whole commands with and without it, in turn.
 
-    python -m analysis.cache_reads
     python -m analysis.cache_benefit --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
 DIR has the folders `cifar` and `photographs` of `analysis.tasks`; FOLDER has resnet18-cifar100-64px-fp16.pt too. The
 machine must be idle. First ten learning rates on one shared cache against the same ten without, in turn. Then a cut
 that stays, and cuts that a schedule moves, for five times as many epochs as there are views. A pair of runs, with and
 without the cache, has one seed; the next pair has the reverse order, so that four runs in a row are on, off, off, on.
-`--seeds` counts these fours. The first command times reads alone; its rows stand on the page too.
+`--seeds` counts these fours.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import OTHERS, Line, line_chart
@@ -33,7 +30,7 @@ from analysis.tasks import written
 from hvfreeze.report.figures import COLOURS
 from hvfreeze.report.tables import Table, factor, percent, seconds
 
-NAME, READS = "cache_benefit", "reads.csv"
+NAME = "cache_benefit"
 WHOLE, TRAINING = "whole_seconds", "train_seconds"
 ON, OFF, AUTO, SHARED, ALONE = "on", "off", "auto", "shared", "alone"
 EPOCHS, STAGES = 10, 6
@@ -197,35 +194,6 @@ class Sweep:
         return Table(columns=(*columns, *accuracy, "Same bits"), rows=tuple(rows)).to_text()
 
 
-class Reads:
-    """Rows a second that the cache's reader gives, by `analysis.cache_reads`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.rows = pd.read_csv(directory / READS)
-
-    def rate(self, kilobytes: int, ranks: int, state: str) -> Interval:
-        """Return the rows a second of all ranks together, over the repetitions."""
-        mine = self.rows.query("row_bytes == 1024 * @kilobytes and ranks == @ranks and state == @state")
-        return mean_interval([float(rate) for rate in mine["rows_per_second"]])
-
-    def table(self) -> str:
-        """Return the rates with their intervals, and the initial content of the page cache."""
-        rows = []
-        for (ranks, row_bytes), mine in self.rows.groupby(["ranks", "row_bytes"]):
-            cold, warm = (self.rate(row_bytes // 1024, ranks, state) for state in ("cold", "warm"))
-            left = mine[mine["state"] == "cold"]["resident"].max()
-            told = (shown(cold, thousands), shown(warm, thousands, count=True))
-            per_second = (f"{rate.mean * row_bytes / 1e6:.0f}" for rate in (cold, warm))
-            rows.append((f"{row_bytes // 1024} KB", str(ranks), *told, *per_second, percent(left)))
-        columns = ("Row", "Ranks", "Cold (1000 rows/s)", "Warm (1000 rows/s)", "Cold (MB/s)", "Warm (MB/s)")
-        return Table(columns=(*columns, "Still in memory before cold reads"), rows=tuple(rows)).to_text()
-
-
-def thousands(rate: float) -> str:
-    """Return a rate in thousands."""
-    return f"{rate / 1e3:.0f}" if rate >= 1e5 else f"{rate / 1e3:.3g}"
-
-
 def signed_seconds(value: float) -> str:
     """Return a difference of seconds."""
     return f"{value:+.2f} s"
@@ -297,8 +265,6 @@ def words(results: Results) -> Words:
             results.difference(setting.label(OFF), setting.label(ON), TRAINING), seconds
         ),
         "worst_plan": max(STATIC, key=lambda setting: abs(plan_error(results, setting).mean)),
-        "reads": Reads(results.directory),
-        "thousands": thousands,
         "started": started(results),
     }
 

@@ -18,15 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from analysis.parts.ddp_loop import Training, Wrapped, train
-from analysis.parts.run_files import EpochLines, describe
-from hvfreeze.cli import parse
+from analysis.parts.ddp_loop import Training, train
+from analysis.parts.run_files import EpochLines, describe, run_script
 from hvfreeze.comm.resources import memory_budget
-from hvfreeze.config.flags import configuration
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import deal, open_feeds, padded_batches
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.errors import UsageError
 from hvfreeze.inference.normalisation import normalisation_of
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.opening import rows_evaluated
@@ -34,41 +32,40 @@ from hvfreeze.training.blueprint import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 Optimizer = torch.optim.Optimizer
-Wrap = Callable[[nn.Module, Optimizer], tuple[Wrapped, Optimizer]]
+Wrap = Callable[[nn.Module, Optimizer], tuple[nn.Module, Optimizer]]
 """Returns model and optimizer with the gradients' exchange."""
 
 
-def with_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[Wrapped, Optimizer]:
+def with_ddp(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return the model in DistributedDataParallel, and the optimizer as it is."""
     return DistributedDataParallel(model), optimizer
 
 
 def main(arguments: Sequence[str] | None = None, *, wrap: Wrap = with_ddp, program: str = PROGRAM) -> int:
     """Train and return the exit code."""
-    rank, size = (
-        int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
-    )
     try:
-        config = configuration(parse(list(sys.argv[1:] if arguments is None else arguments))).resolved()
-        run_dir = checked(config)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
-        training = prepare(config, rank=rank, size=size, wrap=wrap)
-        if rank == 0:
-            describe(run_dir, config, program=program, size=size)
-        batch_size = config.optimizer.batch_size
-        lines = EpochLines(run_dir, training.clock, size=size, batch_size=batch_size, writes=rank == 0)
-        train(training, lines, size=size)
-        if rank == 0:
-            lines.conclude(cut_history=[[0, 0, config.freeze.cut or 0]])
-    except HvfreezeError as error:
-        print(f"ddp: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return run_script("ddp", lambda config: run(config.resolved(), wrap=wrap, program=program), arguments)
     finally:
         if dist.is_initialized():
             # So that no rendezvous is left to whoever tries again.
             dist.destroy_process_group()
-    return 0
+
+
+def run(config: Config, *, wrap: Wrap, program: str) -> None:
+    """Train; rank 0 leaves a run directory. Collective."""
+    rank, size = (
+        int(os.environ.get(f"OMPI_COMM_WORLD_{name}", default)) for name, default in (("RANK", 0), ("SIZE", 1))
+    )
+    run_dir, writes = checked(config), rank == 0
+    run_dir.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=size)
+    training = prepare(config, rank=rank, size=size, wrap=wrap)
+    if writes:
+        describe(run_dir, config, program=program, size=size)
+    lines = EpochLines(run_dir, training.clock, size=size, batch_size=config.optimizer.batch_size, writes=writes)
+    train(training, lines, size=size)
+    if writes:
+        lines.conclude(cut_history=[[0, 0, config.freeze.cut or 0]])
 
 
 def checked(config: Config) -> Path:
@@ -124,6 +121,7 @@ def prepare(config: Config, *, rank: int, size: int, wrap: Wrap) -> Training:
     return Training(
         config=config,
         model=model,
+        module=chain.model,
         optimizer=optimizer,
         feed=feed,
         evaluation=evaluation,

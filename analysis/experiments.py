@@ -16,16 +16,8 @@ from analysis import (
     baseline,
     cache_benefit,
     caching,
-    clock,
     communication,
-    compression,
     cores,
-    criteria,
-    exact_head,
-    exchange,
-    growth,
-    network,
-    own_scripts,
     peers,
     photographs,
     pixels64,
@@ -39,33 +31,10 @@ from analysis.sweeps.sweep import main as main_of
 
 EXPERIMENTS = tuple(module.EXPERIMENT for module in (baseline, static_sweep, adaptive, caching, communication))
 """Experiments with the same initial weights, or with none."""
-EVERY = (
-    *EXPERIMENTS,
-    *peers.EXPERIMENTS.values(),
-    *(
-        module.EXPERIMENT
-        for module in (
-            pixels64,
-            tasks,
-            exact_head,
-            criteria,
-            own_scripts,
-            script_heads,
-            cache_benefit,
-            cores,
-            compression,
-            strategies,
-        )
-    ),
-)
+OTHERS = (pixels64, tasks, script_heads, cache_benefit, cores, strategies)
+EVERY = (*EXPERIMENTS, *peers.EXPERIMENTS.values(), *(module.EXPERIMENT for module in OTHERS))
 """All that are runs of the program."""
-PAGES = {
-    page.name: page
-    for page in (
-        *(experiment.page for experiment in EVERY),
-        *(module.PAGE for module in (votes, growth, clock, network, exchange, photographs)),
-    )
-}
+PAGES = {page.name: page for page in (*(each.page for each in EVERY), votes.PAGE, photographs.PAGE)}
 """All pages of results that are made of what is kept, by name."""
 INTERRUPTED = 130
 

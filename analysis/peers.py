@@ -1,15 +1,24 @@
-"""Which way of fine-tuning gives the most accuracy for the seconds that one has? All that a user could do instead.
+r"""Which way of fine-tuning gives the most accuracy for the seconds that one has? All that a user could do instead.
 
-    python -m analysis.peers --preset reduced --data-dir DIR --weights FILE
+    python -m analysis.peers [peers_more|peers64|peers_mobilenet] --preset reduced --data-dir DIR --weights FILE
 
-1,000 and 5,000 samples at 32 pixels; peers_more: 20,000 samples, peers64: 64 pixels, peers_mobilenet: another network
-(`TASKS`).
+1,000 and 5,000 samples at 32 pixels; peers_more: 20,000 samples; peers64: images twice as large, from weights trained
+at that size; peers_mobilenet: a MobileNetV3, whose parameters and work are spread evenly over many small blocks.
+There are no public weights of it at 32 pixels:
+
+    mpirun -n 2 hvfreeze train --model mobilenet_v3_small --data imagefolder --data-dir HALF --image-size 32 \
+        --epochs 20 --lr 0.1 --schedule cosine --batch-size 64 --weight-decay 5e-4 \
+        --mean 0.5071,0.4865,0.4409 --std 0.2673,0.2564,0.2762 --run-dir backbone
+    python -m analysis.peers peers_mobilenet --preset reduced --data-dir OTHER --weights backbone/model.pt
+
+HALF has CIFAR-10's airplanes, birds, deer, frogs and ships, OTHER its automobiles, cats, dogs, horses and trucks, each
+as train/CLASS and test/CLASS, which may be links.
 
 Full fine-tuning, also with smoothed labels, the last stage alone, the same from a cache, the head alone from a cache,
-linear probing before full fine-tuning, blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
+blocks frozen by vote, by AutoFreeze's test or PipeTransformer's schedule (both
 with rows stored) or Composer's, DistributedDataParallel over gloo, and a head fitted to the features of all blocks:
 each for several budgets of epochs, each budget with the learning rate that was best for it on held-out training
-samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine (analysis.step_costs).
+samples. Accuracies repeat exactly; training time is what a run's steps cost on an idle machine.
 """
 
 from __future__ import annotations
@@ -51,7 +60,7 @@ HEADLINE = ("full", "auto", "auto-one-view")
 HEADLINE_SEEDS = {1_000: 10, 5_000: 10, 20_000: 3}
 """Seeds of the methods on the front page, by number of samples."""
 SMOKE_SAMPLES, SMOKE_EPOCHS = 64, 1
-SMOKE_PEERS = ("full", "lp-ft", "exact", "auto")
+SMOKE_PEERS = ("full", "exact", "auto")
 """The others' code paths are seen to run by other experiments."""
 MANY, MANY_SAMPLES = 99, 10**9
 NORMALISED: dict[str, Value] = {"mean": "0.5071,0.4865,0.4409", "std": "0.2673,0.2564,0.2762"}
@@ -93,7 +102,6 @@ PEERS = {
     "last-stage": Peer(flags=LAST_STAGE),
     "last-stage-cached": Peer(flags={**LAST_STAGE, **CACHED}, rate_of="last-stage"),
     "head-cached": Peer(flags={**HEAD_ALONE, **CACHED}, last=1, longer=4),
-    "lp-ft": Peer(flags=HEAD_ALONE, program="analysis.lp_ft"),
     "voted": replace(LIKE_FULL, flags={"freeze": "gradient-norm"}, last=2),
     "autofreeze": replace(LIKE_FULL, flags={"freeze": "percentile", **CACHED}),
     "pipetransformer": replace(LIKE_FULL, flags={"freeze": "geometric", **CACHED}),
@@ -213,9 +221,10 @@ def words(results: Results) -> Words:
 
 
 def experiment_on(name: str, task: Task) -> Experiment:
-    """Return the experiment `analysis.<name>`."""
+    """Return the experiment `name`."""
     return Experiment(
         name=name,
+        module="" if name == "peers" else "peers",
         runs=lambda preset: runs(preset, task),
         then=lambda preset, results: then(preset, results, task),
         chooses_lr=True,
@@ -232,7 +241,7 @@ TASKS = {
     "peers_more": Task(counts=(20_000,), peers=STRONGEST, rates_of="peers", like={16: 8}),
     "peers64": Task(
         larger=2,
-        peers=(*STRONGEST, "head-cached", "lp-ft", "voted", "autofreeze", "pipetransformer", "composer"),
+        peers=(*STRONGEST, "head-cached", "voted", "autofreeze", "pipetransformer", "composer"),
         rates_of="peers",
     ),
     "peers_mobilenet": Task(
@@ -244,4 +253,5 @@ TASKS = {
 EXPERIMENTS = {name: experiment_on(name, task) for name, task in TASKS.items()}
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENTS["peers"]))
+    named, given = (sys.argv[1], sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in TASKS else ("peers", sys.argv[1:])
+    sys.exit(main(EXPERIMENTS[named], given))

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.benchmarks.judging import bootstrap_interval
 from analysis.parts.photographs import make_photographs
 from analysis.sweeps.charts import FIGURE_WIDTH, OTHERS
-from analysis.sweeps.kept import RESULTS, publish, stamp, told_of
+from analysis.sweeps.kept import RESULTS, commit, publish
 from analysis.sweeps.launching import follow
 from analysis.sweeps.options import folder_to_write
 from analysis.sweeps.pages import Page, Words
@@ -38,7 +37,8 @@ from analysis.sweeps.statistics import Interval, mean_interval, shown
 from analysis.sweeps.sweep import SMOKE_RESULTS, WORK
 from hvfreeze.errors import HvfreezeError, RefusedError
 from hvfreeze.report.figures import COLOURS, STYLE
-from hvfreeze.report.tables import Table, factor, percent, seconds
+from hvfreeze.report.tables import Table, factor, seconds
+from hvfreeze.runs.environment import facts_of_this_rank
 
 NAME, MEASURED = "photographs", "measured.jsonl"
 RANKS = 2
@@ -72,7 +72,6 @@ class Scale:
     allocated: Mapping[str, int]
     """Network -> training steps of a run, of the allocator."""
     large: Sequence[str]
-    profiled: Sequence[str]
     lite: str
     """Network of the whole command and of decoding."""
     pairs: Mapping[str, int]
@@ -91,9 +90,8 @@ PRESETS = {
     "smoke": Scale(
         allocated={"ShuffleNet": 1},
         large=("ShuffleNet",),
-        profiled=("ShuffleNet",),
         lite="ShuffleNet",
-        pairs=dict.fromkeys(("allocator", "decoding", "command", "large", "operators"), 1),
+        pairs=dict.fromkeys(("allocator", "decoding", "command", "large"), 1),
         photographs=40,
         size=(640, 520),
         side=32,
@@ -105,9 +103,8 @@ PRESETS = {
     "reduced": Scale(
         allocated={"EfficientNet-Lite0": 30, "ResNet-18": 5, "MobileNetV3-small": 15},
         large=("ResNet-50", "ViT-S/16"),
-        profiled=("EfficientNet-Lite0", "MobileNetV3-small"),
         lite="EfficientNet-Lite0",
-        pairs={"allocator": 5, "decoding": 3, "command": 1, "large": 1, "operators": 1},
+        pairs={"allocator": 5, "decoding": 3, "command": 1, "large": 1},
         photographs=200,
         size=(4032, 3024),
     ),
@@ -151,7 +148,6 @@ def planned(scale: Scale) -> list[Planned]:
         "decoding": (("prepare", "predict"), (BEFORE, NOW)),
         "command": (("auto",), (BEFORE, NOW, SMALL)),
         "large": (scale.large, (*STEPS_OF, *RIVALS)),
-        "operators": (scale.profiled, ("profile",)),
     }
     return [
         Planned(part, name, way, number)
@@ -180,9 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     is_smoke, scale = options.preset == "smoke", PRESETS[options.preset]
     parts = options.only or list(MEASURES)
-    needs_images = parts != ["operators"]
-    if needs_images and not is_smoke and None in (options.data_dir, options.weights):
-        parser.error("--data-dir and --weights must be given, except with --preset smoke or --only operators")
+    if not is_smoke and None in (options.data_dir, options.weights):
+        parser.error("--data-dir and --weights must be given, except with --preset smoke")
     out = options.out or (SMOKE_RESULTS if is_smoke else RESULTS) / NAME
     work = (options.work or WORK / NAME / options.preset).resolve()
     data_dir = (options.data_dir or work / "source").resolve()
@@ -192,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [run for run in planned(scale) if run.part in parts]
     missing = [run for run in chosen if not any(asdict(run).items() <= line.items() for line in lines)]
     try:
-        if missing and needs_images:
+        if missing:
             if is_smoke and options.data_dir is None:
                 make_source(site.data_dir)
             make_photographs(site.data_dir, work / "made", count=scale.photographs, size=scale.size)
@@ -200,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{place}/{len(missing)}] {run.part} {run.name}, {run.way}, number {run.number}", flush=True)
             found = MEASURES[run.part](run, site)
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            lines.append({**asdict(run), **found, **stamp(), "finished": now})
+            lines.append({**asdict(run), **found, "commit": commit(), "machine": machine(), "finished": now})
             publish(out / MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
         if not is_smoke:
             PAGE.write(out.parent, out)
@@ -208,6 +203,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"photographs: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def machine() -> str:
+    """Return where and by what runs are made, but for the source."""
+    known = facts_of_this_rank()
+    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
+    return f"{known['processor']}, {known['cores']} cores, one thread a rank; {versions}"
 
 
 def make_source(folder: Path) -> None:
@@ -234,7 +236,6 @@ class Finished:
     ranks: list[Line]
     """Resources of each rank, see `analysis.parts.measured_rank`."""
     run_dir: Path
-    output: str = ""
     of_ranks: dict[str, list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,11 +267,11 @@ def perform(
     start = time.perf_counter()
     code = follow(command, log, timeout=TIMEOUT)
     taken = time.perf_counter() - start
-    said = log.read_text(encoding="utf-8", errors="replace")
     if code != 0:
-        raise RefusedError(f"{' '.join(command)} ended with exit code {code}: {' / '.join(said.splitlines()[-3:])}")
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
+        raise RefusedError(f"{' '.join(command)} ended with exit code {code}: {' / '.join(last)}")
     found = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-    return Finished(taken, found, place, said)
+    return Finished(taken, found, place)
 
 
 def train(site: Site, name: str, *, side: int, batch: int) -> list[object]:
@@ -373,21 +374,11 @@ def measure_large(run: Planned, site: Site) -> dict[str, Any]:
         return {"steps": steps[WARM_STEPS:], **done.of_ranks}
 
 
-def measure_operators(run: Planned, site: Site) -> dict[str, Any]:
-    """Return the share of each kind of operator in a training step, and the processor seconds of steps."""
-    words = (MODELS[run.name][1], site.scale.side, site.scale.batch)
-    with tempfile.TemporaryDirectory() as folder:
-        done = perform("analysis.parts.step_operators", *words, folder=folder, ranks=1, run_dir=False)
-    found: dict[str, Any] = json.loads(done.output.splitlines()[-1])
-    return found
-
-
 MEASURES: Mapping[str, Callable[[Planned, Site], dict[str, Any]]] = {
     "allocator": measure_allocator,
     "decoding": measure_decoding,
     "command": measure_command,
     "large": measure_large,
-    "operators": measure_operators,
 }
 """Part -> how a run of it is measured."""
 
@@ -471,17 +462,6 @@ def phase_table(lines: Sequence[Line]) -> str:
     return Table(columns=("phase", *ways), rows=tuple(rows)).to_text()
 
 
-def operator_table(lines: Sequence[Line]) -> str:
-    """Return a row for each kind of operator, with its share of each network's step, and the steps' seconds."""
-    mine = lines_of(lines, "operators")
-    each = {line["name"]: {row["kind"]: row["share"] for row in line["operators"]} for line in mine}
-    kinds = dict.fromkeys(kind for found in each.values() for kind in found)
-    rows = [(kind, *(percent(found.get(kind, 0.0)) for found in each.values())) for kind in kinds]
-    for form in mine[0]["seconds"] if mine else ():
-        rows.append((f"a step, {form}", *(seconds(statistics.median(line["seconds"][form])) for line in mine)))
-    return Table(columns=("operators", *each), rows=tuple(rows)).to_text()
-
-
 GROUPS = {
     "start, model, saving": ("launch", "start", "other", "model", "saving"),
     "listing, headers": ("listing", "headers"),
@@ -526,13 +506,7 @@ def words(root: Path) -> Words:
     def step(name: str, way: str) -> float:
         return statistics.fmean(each for line in lines_of(lines, "large", name, way) for each in line["steps"])
 
-    def backward(name: str, kind: str) -> float:
-        (line,) = lines_of(lines, "operators", name)
-        share = {row["kind"]: row["share"] for row in line["operators"]}
-        return float(share[f"{kind} backward"] / share[kind])
-
     return {
-        "backward": backward,
         "measured": measured,
         "names": {part: dict.fromkeys(line["name"] for line in lines_of(lines, part)) for part in measured},
         "change": change,
@@ -542,8 +516,9 @@ def words(root: Path) -> Words:
         "pair_table": pair_table(lines),
         "step_table": step_table(lines),
         "phase_table": phase_table(lines),
-        "operator_table": operator_table(lines),
-        "told": told_of(pd.DataFrame(lines), unstamped=""),
+        "told": "; source ".join(
+            ", ".join(dict.fromkeys(line[key] for line in lines)) for key in ("machine", "commit")
+        ),
     }
 
 

@@ -9,18 +9,15 @@ calls `hvfreeze.fit_head` or `hvfreeze.fit_classifier` instead. The photographs'
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-
-from matplotlib.figure import Figure
 
 from analysis.sweeps.experiment import Experiment
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
-from analysis.sweeps.results import Results
+from analysis.sweeps.results import Metric, Results
 from analysis.sweeps.statistics import signed_points
 from analysis.sweeps.sweep import main
 from analysis.tasks import LITE, RESNET
-from hvfreeze.report.tables import Table, seconds
+from hvfreeze.report.tables import seconds
 
 PROGRAM = "analysis.parts.head_script"
 EPOCHS = 4
@@ -70,46 +67,39 @@ def processor_seconds(results: Results, label: str) -> float:
     return sum(spent) / len(spent)
 
 
-def against(results: Results, name: str, way: str) -> str:
-    """Return by how many points a fitted head leads over the training epochs, and in which share of their time."""
-    ours, theirs = f"{name}-{way}", f"{name}-{PLAIN}"
-    share = processor_seconds(results, ours) / processor_seconds(results, theirs)
-    return f"{results.change(ours, theirs, n=True)} in {100 * share:.0f} % of the processor time"
+def against(results: Results, name: str, way: str, *, n: bool = True) -> str:
+    """Return by how many points a fitted head leads over the training epochs, and its share of their processor time.
 
-
-def gain(results: Results, name: str, way: str) -> str:
-    """Return the lead of a fitted head over the training epochs, and its share of their time, without intervals."""
+    Without `n` there is neither an interval nor a count.
+    """
     ours, theirs = f"{name}-{way}", f"{name}-{PLAIN}"
-    share = processor_seconds(results, ours) / processor_seconds(results, theirs)
-    return f"{signed_points(results.difference(ours, theirs).mean)} in {100 * share:.0f} %"
+    share = f"{100 * processor_seconds(results, ours) / processor_seconds(results, theirs):.0f} %"
+    if n:
+        return f"{results.change(ours, theirs, n=True)} in {share} of the processor time"
+    return f"{signed_points(results.difference(ours, theirs).mean)} in {share}"
 
 
 def table(results: Results) -> str:
     """Return accuracy and processor seconds of all ways."""
-    rows = [
-        (told, way, results.accuracy(f"{name}-{key}"), seconds(processor_seconds(results, f"{name}-{key}")))
-        for name, (told, _) in TASKS.items()
-        for key, (way, _) in WAYS.items()
+    ways = {f"{name}-{key}": (told, way) for name, (told, _) in TASKS.items() for key, (way, _) in WAYS.items()}
+    columns: list[str | Metric] = [
+        Metric("Way", lambda r, label, _: ways[label][1]),
+        "accuracy",
+        Metric("Processor seconds, both ranks", lambda r, label, _: seconds(processor_seconds(r, label))),
     ]
-    columns = ("Task", "Way", "Test accuracy", "Processor seconds, both ranks")
-    return Table(columns=columns, rows=tuple(rows), prose=frozenset({"Way"})).to_text()
+    return results.compare("Task", {label: told for label, (told, _) in ways.items()}, columns, prose=["Way"])
 
 
 def words(results: Results) -> Words:
     return {
         "tasks": {name: told for name, (told, _) in TASKS.items()},
-        "gain": lambda name, way: gain(results, name, way),
+        "gain": lambda name, way: against(results, name, way, n=False),
         "against": lambda name, way: against(results, name, way),
         "table": lambda: table(results),
     }
 
 
-def drawings(results: Results) -> Mapping[str, Figure]:
-    """Return no figure."""
-    return {}
-
-
-EXPERIMENT = Experiment(name="script_heads", runs=runs, words=words, drawings=drawings, one_factor=False)
+EXPERIMENT = Experiment(name="script_heads", runs=runs, words=words, one_factor=False)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

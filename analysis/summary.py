@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,20 +49,24 @@ def parts(pages: Mapping[Path, str]) -> dict[str, str]:
     def of(name: str) -> SimpleNamespace:
         return SimpleNamespace(**PAGES[name].words(RESULTS))
 
+    def claims_of(name: str) -> Iterator[tuple[str, str, str]]:
+        """Yield the claims of a page; one that no program of this source makes is read from its file."""
+        path = RESULTS / name / "README.md"
+        return claims(pages[path] if path in pages else path.read_text(encoding="utf-8"))
+
     def rows(*names: str) -> str:
         return "\n".join(
             f"| [{question}](analysis/results/{name}/README.md) | {mark}{text} |"
             for name in names
-            for mark, question, text in claims(pages[RESULTS / name / "README.md"])
+            for mark, question, text in claims_of(name)
         )
 
     def told(name: str, *beginnings: str) -> str:
-        found = claims(pages[RESULTS / name / "README.md"])
-        chosen = [each for each in found if each[1].startswith(beginnings)]
+        chosen = [each for each in claims_of(name) if each[1].startswith(beginnings)]
         return "\n".join(f"- {mark}**{question}** {text}" for mark, question, text in chosen)
 
     def answer(name: str) -> str:
-        ((_, _, text),) = claims(pages[RESULTS / name / "README.md"])
+        ((_, _, text),) = claims_of(name)
         return text
 
     words: Words = {"of": of, "rows": rows, "told": told, "answer": answer, **guides.words(RESULTS)}

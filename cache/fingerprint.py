@@ -19,8 +19,6 @@ from torch import Tensor
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
-SHOWN_CHARACTERS = 40
-
 
 def canonical(value: JSON) -> str:
     """Return canonical JSON: sorted keys, no spaces, tuples as lists; NaN and Inf are refused."""
@@ -135,4 +133,4 @@ def _shown(fields: Mapping[str, JSON], name: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return text if len(text) <= 40 else text[:40] + "..."

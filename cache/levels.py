@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFull
 from hvfreeze.cache.file.format import Keys
-from hvfreeze.cache.file.reader import Present
 from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.cache.index import Mask
 from hvfreeze.cache.store import RowLocation, Store
-
-
-@dataclass(frozen=True)
-class Level:
-    """A store and the cut of its rows."""
-
-    cut: int
-    store: Store
 
 
 def via_of(fingerprint: Fingerprint | None) -> tuple[int, ...]:
@@ -51,40 +41,44 @@ class Levels:
             prefix_digest: cut -> current digest of the prefix; rows of a changed prefix are dropped.
         """
         self.cut = 0
-        self.current: Level | None = None
+        self.current: Store | None = None
         self._via: tuple[int, ...] = ()
-        self._sources: tuple[Level, ...] = ()
+        self._sources: tuple[Store, ...] = ()
         self._open_store, self._lossy, self._prefix_digest = open_store, lossy, prefix_digest
 
     @property
     def exact(self) -> bool:
         """Whether everything in use has the bits that this run would compute."""
-        return all(level.store.exact for level in self._all())
+        return all(store.exact for store in self._all())
 
     @property
-    def fillable(self) -> Level | None:
-        """The level to which rows may be added: that of the current cut, else the deepest one that is being written."""
-        writing = [level for level in self._sources if level.store.writing]
+    def fillable(self) -> Store | None:
+        """The store to which rows may be added: that of the current cut, else the deepest one that is being written."""
+        writing = [store for store in self._sources if store.writing]
         return self.current or (writing[-1] if writing else None)
 
-    def below(self, level: Level) -> tuple[Level, ...]:
-        """Return the levels of shallower cuts than that of `level`, shallowest first."""
-        return tuple(source for source in self._sources if source.cut < level.cut)
+    def below(self, store: Store) -> tuple[Store, ...]:
+        """Return the stores of shallower cuts than that of `store`, shallowest first."""
+        return tuple(source for source in self._sources if source.cut < store.cut)
 
-    def sources_of(self, fingerprint: Fingerprint, cut: int) -> tuple[Level, ...]:
-        """Return the levels from which rows at `cut` would be computed, shallowest first."""
+    def sources_of(self, fingerprint: Fingerprint, cut: int) -> tuple[Store, ...]:
+        """Return the stores from which rows at `cut` would be computed, shallowest first."""
         via = via_of(fingerprint)
-        return tuple(level for level in self._all() if level.cut < cut and self._is_valid(level, via=via))
+        return tuple(store for store in self._all() if store.cut < cut and self._is_valid(store, via=via))
 
     def missing(self, keys: Keys) -> Mask:
         """Return for each of `keys` (rows,) whether its row is missing at the current cut."""
-        return self.current.store.missing(keys) if self.current else np.ones(len(keys), dtype=bool)
+        return self.current.missing(keys) if self.current else np.ones(len(keys), dtype=bool)
 
-    def present(self, fingerprint: Fingerprint, keys: Keys) -> Present | None:
-        """Return which rows of `keys` are cached, if the fingerprint is that of the current cut's rows; else None."""
-        if self.current is None or self.current.store.fingerprint.digest != fingerprint.digest:
-            return None
-        return Present(self.current.store.num_present, np.sort(keys[self.missing(keys)]))
+    def store_of(self, fingerprint: Fingerprint, owned_keys: Keys) -> Store:
+        """Return the store of a fingerprint: that of the current cut, or another, which is not kept.
+
+        Raises:
+            CacheFault: a file with this fingerprint cannot be used.
+        """
+        if self.current is not None and self.current.fingerprint.digest == fingerprint.digest:
+            return self.current
+        return self._open_store(fingerprint, owned_keys)
 
     def move(self, cut: int, *, fingerprint: Fingerprint | None, owned_keys: Keys | None) -> None:
         """Change to `cut`; with a fingerprint and owned keys its rows are stored.
@@ -97,15 +91,15 @@ class Levels:
         levels = self._all()
         self.cut, self._via = cut, via_of(fingerprint)
         self.current, self._sources = None, ()
-        for level in levels:
-            if fingerprint is not None and level.store.fingerprint.digest == fingerprint.digest:
-                self.current = level
-            elif level.cut < cut and self._is_valid(level, via=self._via):
-                self._sources = (*self._sources, level)
+        for store in levels:
+            if fingerprint is not None and store.fingerprint.digest == fingerprint.digest:
+                self.current = store
+            elif store.cut < cut and self._is_valid(store, via=self._via):
+                self._sources = (*self._sources, store)
             else:
-                level.store.delete()
+                store.delete()
         if fingerprint is not None and owned_keys is not None and self.current is None:
-            self.current = Level(cut, self._open_store(fingerprint, owned_keys))
+            self.current = self._open_store(fingerprint, owned_keys)
         self._drop_sources_if_complete()
 
     def stops(self, start: int, *, end: int | None = None) -> list[int]:
@@ -114,70 +108,70 @@ class Levels:
         between = [cut for cut in self._via if start < cut < end] if self._lossy else []
         return [*between, end]
 
-    def locate(self, keys: Keys) -> tuple[Level, RowLocation] | None:
+    def locate(self, keys: Keys) -> tuple[Store, RowLocation] | None:
         """Return the deepest cached activations that contain all of `keys`; valid until the next `move`."""
         return self.locate_batches([keys])[0]
 
-    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Level, RowLocation] | None]:
+    def locate_batches(self, batches: Sequence[Keys]) -> list[tuple[Store, RowLocation] | None]:
         """Return the result of `locate` for each of `batches`, in one lookup."""
-        found: list[tuple[Level, RowLocation] | None] = [None] * len(batches)
-        for level in self._all() if batches else ():
-            for position, place in enumerate(level.store.locate_batches(batches)):
-                found[position] = (level, place) if place is not None else found[position]
+        found: list[tuple[Store, RowLocation] | None] = [None] * len(batches)
+        for store in self._all() if batches else ():
+            for position, place in enumerate(store.locate_batches(batches)):
+                found[position] = (store, place) if place is not None else found[position]
         return found
 
-    def append(self, keys: Keys, batch: Tensor, *, exact: bool, at: Level | None = None) -> int:
+    def append(self, keys: Keys, batch: Tensor, *, exact: bool, at: Store | None = None) -> int:
         """Store the missing rows of `keys`, and return how many; older cuts make room, and are removed when complete.
 
         Args:
             keys: (rows,) keys of `batch`, a whole forward pass (batch_rows, ...).
             batch: rows beyond those of `keys` are padding.
             exact: the rows have the bits that this run would compute.
-            at: the level of an older cut that the rows belong to; None is the current one.
+            at: the store of an older cut that the rows belong to; None is the current one.
 
         Raises:
             CacheFault: the file cannot be written.
         """
-        level = at or self.current
-        if level is None:
+        store = at or self.current
+        if store is None:
             return 0
         try:
-            count = level.store.append(keys, batch, exact=exact)
+            count = store.append(keys, batch, exact=exact)
         except CacheFull:
-            if level is not self.current or not self._sources:
+            if store is not self.current or not self._sources:
                 raise
             self._drop_sources()
-            count = level.store.append(keys, batch, exact=exact)
+            count = store.append(keys, batch, exact=exact)
         self._drop_sources_if_complete()
         return count
 
     def discard(self) -> None:
-        """Remove what is not published, and stop using all levels."""
-        for level in self._all():
-            level.store.discard()
+        """Remove what is not published, and stop using all stores."""
+        for store in self._all():
+            store.discard()
         self.current, self._sources = None, ()
 
     def close(self) -> None:
         """Publish the rows of the current cut, and remove those of older ones; CacheFault if that fails."""
         self._drop_sources()
         if self.current is not None:
-            self.current.store.close()
+            self.current.close()
 
-    def _all(self) -> tuple[Level, ...]:
-        """Return all levels, shallowest first."""
+    def _all(self) -> tuple[Store, ...]:
+        """Return all stores, shallowest first."""
         return (*self._sources, self.current) if self.current else self._sources
 
-    def _is_valid(self, level: Level, *, via: tuple[int, ...]) -> bool:
-        fingerprint = level.store.fingerprint
-        if self._lossy and (level.cut not in via or via_of(fingerprint) != tuple(c for c in via if c < level.cut)):
+    def _is_valid(self, store: Store, *, via: tuple[int, ...]) -> bool:
+        fingerprint = store.fingerprint
+        if self._lossy and (store.cut not in via or via_of(fingerprint) != tuple(c for c in via if c < store.cut)):
             return False
-        return self._prefix_digest is None or self._prefix_digest(level.cut) == fingerprint.fields.get("prefix")
+        return self._prefix_digest is None or self._prefix_digest(store.cut) == fingerprint.fields.get("prefix")
 
     def _drop_sources_if_complete(self) -> None:
-        if self._sources and self.current is not None and self.current.store.complete:
+        if self._sources and self.current is not None and self.current.complete:
             self._drop_sources()
 
     def _drop_sources(self) -> None:
         dropped, self._sources = self._sources, ()
-        for level in dropped:
-            level.store.delete()
+        for store in dropped:
+            store.delete()

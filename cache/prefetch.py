@@ -12,14 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from hvfreeze.cache.file.format import Keys, pack_keys
-from hvfreeze.cache.levels import Level, Levels
-from hvfreeze.cache.store import RowLocation
+from hvfreeze.cache.levels import Levels
+from hvfreeze.cache.store import RowLocation, Store
 
-DEPTH = 2
-"""Batches that are prefetched."""
-
-Found = tuple[Level, Tensor]
-"""The level of a batch's cached rows, and the rows, (batch_rows, ...)."""
+Found = tuple[Store, Tensor]
+"""The store of a batch's cached rows, and the rows, (batch_rows, ...)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +26,7 @@ class Request:
     sample_ids: Keys
     views: Keys
     keys: Keys
-    found: tuple[Level, RowLocation] | None = None
+    found: tuple[Store, RowLocation] | None = None
 
     def is_for(self, sample_ids: Keys, views: Keys) -> bool:
         """Return True if this is the request for that batch."""
@@ -80,7 +77,8 @@ class Prefetcher:
             self.upcoming.popleft()
         result = self._started.popleft().result() if is_next and self._started else self._read(request)
         if self._usual_excess > 0:
-            for position in range(len(self._started), min(DEPTH, len(self.upcoming))):
+            # Two batches in advance.
+            for position in range(len(self._started), min(2, len(self.upcoming))):
                 self._started.append(self._reader.submit(self._read, self.upcoming[position]))
         return result
 
@@ -110,7 +108,7 @@ class Prefetcher:
         if found is None:
             return None
         start = time.perf_counter()
-        activations = found[0].store.read_at(found[1])
+        activations = found[0].read_at(found[1])
         # A thread is for disks only, because computing needs the cores and memory bandwidth is shared. Handing a batch
         # from thread to thread costs half a millisecond, and rows in memory are read at more than 4 GB/s.
         excess = time.perf_counter() - start - 0.5e-3 - activations.nbytes / 4e9

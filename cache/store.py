@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault
-from hvfreeze.cache.file.disk import Budget, Disk, prepare_directory, take_lock
+from hvfreeze.cache.file.disk import Budget, prepare_directory, take_lock
 from hvfreeze.cache.file.format import Keys, Manifest, RowFormat
 from hvfreeze.cache.file.reader import LOCK_SUFFIX, ActivationFile, files_of, open_listed, path_of, shard_of
 from hvfreeze.cache.file.writer import FileWriter
@@ -119,9 +118,8 @@ class Store:
         private: bool = True,
         budget: Budget | None = None,
         owner: str = "",
-        disk: Disk | None = None,
     ) -> None:
-        """Open the existing files; they are verified in the background.
+        """Open the existing files; each is verified when it is first read.
 
         Args:
             directory: created if absent.
@@ -130,25 +128,21 @@ class Store:
             shard: "RofN", part of the name of the file that this process writes.
             batch_rows: rows of a forward pass, for the strides of the rows that are read.
             stored: type in the file; None is the type of appended rows.
-            shared: also use rows outside of `owned_keys`, from files of other ranks. These are verified when they are
-                first
-                read, or by `verify_share`.
+            shared: also use rows outside of `owned_keys`, from files of other ranks.
             private: refuse files of other users.
             budget: limit that allocated files count towards.
             owner: the run's name; `delete` removes files of the same owner only, and without a name those of this
                 object.
-            disk: the disk's speed.
 
         Raises:
             CacheFault: a file with this fingerprint is damaged, unsafe or belongs to another one, or the directory
-                cannot be
-                created.
+                cannot be created.
         """
         self.fingerprint, self.shared, self.waiting = fingerprint, shared, False
         self.path = path_of(directory, fingerprint, shard=shard)
         self.row: RowFormat | None = None
         self._directory, self._batch_rows, self._stored, self._owner = directory, batch_rows, stored, owner
-        self._private, self._budget, self._disk = private, budget or Budget(), disk or Disk()
+        self._private, self._budget = private, budget or Budget()
         self._index = RowIndex(owned_keys)
         self.owned_keys = self._index.keys
         self._num_missing = len(self.owned_keys)
@@ -156,9 +150,15 @@ class Store:
         self._writer: FileWriter | None = None
         self._adopted: list[ActivationFile] = []
         self._to_compare: list[Sample] = []
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="cache-verifier")
         prepare_directory(directory, private=private)
         self.refresh()
+
+    @property
+    def cut(self) -> int:
+        """The cut of the rows."""
+        cut = self.fingerprint.fields["cut"]
+        assert isinstance(cut, int)
+        return cut
 
     @property
     def exact(self) -> bool:
@@ -179,6 +179,12 @@ class Store:
     def num_present(self) -> int:
         """Number of owned rows that are stored."""
         return len(self.owned_keys) - self._num_missing
+
+    @property
+    def rows_to_complete(self) -> int:
+        """Rows in this process's own incomplete file, which are rewritten when it is completed."""
+        own = [part for part in self._adopted if part.path == self.path]
+        return 0 if self.complete else sum(len(file.keys) for file in own)
 
     @property
     def stored_bytes(self) -> int:
@@ -313,7 +319,6 @@ class Store:
 
     def close(self) -> None:
         """Publish the added rows and stop; raises like `publish`."""
-        self._verifier.shutdown(wait=True, cancel_futures=True)
         self.publish()
 
     def delete(self) -> None:
@@ -326,7 +331,6 @@ class Store:
 
     def discard(self) -> None:
         """Stop and remove what is not published yet, ignoring its errors."""
-        self._verifier.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with contextlib.suppress(CacheFault):
@@ -355,7 +359,7 @@ class Store:
                 yield file
 
     def _open(self, path: Path) -> ActivationFile | None:
-        return open_listed(path, self.fingerprint, disk=self._disk, private=self._private)
+        return open_listed(path, self.fingerprint, private=self._private)
 
     def _adopt(self, file: ActivationFile) -> None:
         """Use the rows of `file` that are missing here, if there are any."""
@@ -367,7 +371,6 @@ class Store:
             return
         self.row = self.row or file.manifest.row
         own = wanted[contains(self.owned_keys, file.keys[wanted])]
-        file.verify_later(None if self.shared else self._verifier)
         self._adopted.append(file)
         if len(own):
             # A file with none of them is compared by the ranks that can compute its rows.
@@ -424,7 +427,6 @@ class Store:
             lock=lock,
             manifest=manifest,
             budget=self._budget,
-            disk=self._disk,
             staging_rows=self._batch_rows,
             replaces=own.file_bytes if own else 0,
             private=self._private,

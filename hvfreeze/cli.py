@@ -119,10 +119,9 @@ def predict(**options: Any) -> int:
     """Print the classes of images, or continue a text."""
     with kept_for_good():
         from hvfreeze.inference import predict as predicting
-        from hvfreeze.inference.text import Drawing
 
-    drawing = {name: options.pop(name) for name in ("length", "temperature", "seed") if name in options}
-    return predicting.predict(**options, drawing=Drawing(**drawing) if drawing else None)
+    drawing: dict[str, Any] = {name: options.pop(name) for name in ("length", "temperature", "seed") if name in options}
+    return predicting.predict(**options, drawing=drawing)
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
     """Return a count with its noun, as in 1 rank, 2 ranks."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+MOST_NAMED = 8
+"""Number of entries of a list that a message names."""
+
+
+def first_few(names: Sequence[str], *, between: str = ", ") -> str:
+    """Return the first names of a list and the number of the others."""
+    more = len(names) - MOST_NAMED
+    return between.join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_time(seconds: float) -> str:
@@ -21,6 +31,11 @@ def in_time(seconds: float) -> str:
 def on_one_line(text: str) -> str:
     """Return text on one line: line ends and other control characters are escaped as in Python."""
     return "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else repr(c)[1:-1] for c in text)
+
+
+def reason_in_a_line(error: Exception) -> str:
+    """Return the start of a library's error message, which may have many lines, else the name of its class."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str], others: Iterable[str] = ()) -> str:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import guard
 
@@ -67,6 +67,12 @@ def value_of(command: Sequence[str], flags: Sequence[str]) -> tuple[int, str] | 
     return None
 
 
+def refuse(message: str) -> NoReturn:
+    """Print the message and end with code 2."""
+    print(f"launch/restart: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def hosts_of(command: Sequence[str]) -> dict[str, int]:
     """Return slots by host, from -H or the hostfile in `command`; empty if it names none.
 
@@ -80,27 +86,18 @@ def hosts_of(command: Sequence[str]) -> dict[str, int]:
             text = Path(found[1]).read_text()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not text"
-            print(
-                f"launch/restart: the hostfile ({found[1]}) cannot be read: {why}; name a readable file",
-                file=sys.stderr,
-            )
-            raise SystemExit(2) from error
+            refuse(f"the hostfile ({found[1]}) cannot be read: {why}; name a readable file")
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         parts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
         if not parts:
-            print(
-                f"launch/restart: the hostfile ({found[1]}) names no host; write one host per line, or leave it out",
-                file=sys.stderr,
-            )
-            raise SystemExit(2)
+            refuse(f"the hostfile ({found[1]}) names no host; write one host per line, or leave it out")
     else:
         return {}
     hosts: dict[str, int] = {}
     for part in parts:
         match = HOST.fullmatch(part)
         if match is None:
-            print(f"launch/restart: {part!r} must be NAME or NAME:SLOTS; correct -H or the hostfile", file=sys.stderr)
-            raise SystemExit(2)
+            refuse(f"{part!r} must be NAME or NAME:SLOTS; correct -H or the hostfile")
         hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or 1)
     return hosts
 

@@ -32,7 +32,7 @@ class Case:
 
 CASES = (
     Case(
-        "unfrozen",
+        "loops",
         (
             "step_vs_distributed_optimizer",
             "step_vs_ddp_gloo",
@@ -41,7 +41,7 @@ CASES = (
         ),
         28,
     ),
-    Case("optimizers", ("frozen_step_vs_pruned_optimizer", "frozen_step_vs_optimizer_per_block"), 18),
+    Case("loops", ("frozen_step_vs_pruned_optimizer", "frozen_step_vs_optimizer_per_block"), 18),
     Case("frozen", tuple(f"frozen_step_cut{cut}" for cut in CUTS), 14),
     Case("inputs", ("data_and_logging",), 14),
     Case("exchange", ("allreduce_bytes",), 10),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,12 +39,11 @@ class Row:
     what: str
 
 
-def bootstrap_interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the median of `ratios`, the same for the same numbers."""
-    values = np.asarray(ratios, dtype=np.float64)
-    chosen = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    medians = np.median(values[chosen], axis=1)
-    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+def bootstrap_interval(values: Sequence[float], statistic: Callable[..., Any] = np.median) -> tuple[float, float]:
+    """Return the 95 % percentile interval of a statistic of some values, the same for the same numbers."""
+    given = np.asarray(values, dtype=np.float64)
+    drawn = given[np.random.default_rng(0).integers(0, len(given), (RESAMPLES, len(given)))]
+    low, high = np.quantile(statistic(drawn, axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from analysis.benchmarks.contest import Pace
+from analysis.benchmarks.ranks import Ranks
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
@@ -66,6 +69,22 @@ class Setting:
     side: int = 32
     image_size: int | None = None
     epochs: int = 10
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Ranks,
+        scratch: Path,
+        pace: Pace,
+        *,
+        batch_rows: int = BATCH_ROWS,
+        steps: int | None = None,
+        **more: Any,
+    ) -> Setting:
+        """Return the setting of a case; a quick pace has small batches, and two steps where `steps` are given."""
+        if steps is not None:
+            more["steps"] = 2 if pace.quick else steps
+        return cls(world=ranks.world, scratch=scratch, batch_rows=pace.rows(batch_rows), **more)
 
     def folder(self, name: str) -> Path:
         """Return an empty folder of this rank."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 from analysis.benchmarks.contest import ABSENT, FUSED, UNFUSED
-from hvfreeze.comm.cycle_time import lengthen_cycle_on_full_cores
 from hvfreeze.comm.horovod_world import HorovodWorld
 
 FUSION_BYTES = {UNFUSED: "0", FUSED: str(128 * 2**20)}
-REST_SECONDS = 0.01
 
 
 class Ranks:
@@ -25,15 +22,10 @@ class Ranks:
         self._hvd, self._comm, self._mode = hvd, MPI.COMM_WORLD, UNFUSED
         self.rank, self.size = self.world.rank, self.world.size
 
-    def use(self, mode: str, *, threads: int | None = None) -> None:
-        """Set Horovod up in this way on all ranks; its response cache is empty afterwards.
-
-        With `threads` that compute in a rank this is for good: it then rests as in a run, longer where cores are full.
-        """
+    def use(self, mode: str) -> None:
+        """Set Horovod up in this way on all ranks; its response cache is empty afterwards."""
         if mode != ABSENT:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = FUSION_BYTES[mode]
-        if threads is not None and lengthen_cycle_on_full_cores(self.world, threads):
-            self._mode = mode
         if mode == self._mode:
             return
         self.barrier()
@@ -43,21 +35,9 @@ class Ranks:
             self._hvd.init()
         self._mode = mode
 
-    def close(self) -> None:
-        """Leave together."""
-        if self._mode == ABSENT:
-            self.use(UNFUSED)
-        self.world.close()
-
     def barrier(self) -> None:
         """Return when every rank has called."""
         self._comm.Barrier()
-
-    def rest(self) -> None:
-        """Return when every rank has called; until then this one leaves its core to others."""
-        met = self._comm.Ibarrier()
-        while not met.Test():
-            time.sleep(REST_SECONDS)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's values, in rank order."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from analysis.benchmarks.material import LEARNING_RATE, MOMENTUM, NUM_CLASSES, WEIGHT_DECAY, HeldBatch
-from analysis.benchmarks.ranks import Ranks
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
 from hvfreeze.torchvision_shim import torchvision
@@ -48,19 +44,6 @@ def resnet_like(model: nn.Module) -> Any:
     for mine, theirs in zip(made.parameters(), model.parameters(), strict=True):
         mine.data = torch.empty_like(theirs).copy_(mine)
     return made
-
-
-def over_gloo(ranks: Ranks, scratch: Path, *, interface: str) -> Any:
-    """Return the resnet in DistributedDataParallel, as one would set it up, over gloo on a network interface.
-
-    Collective: every rank must call this, once in a process.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store = distributed.FileStore(str(scratch / "gloo"), ranks.size)  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size)
-    model = resnet()
-    model.train()
-    return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
 def parts_of(model: Any) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from analysis.parts.pinned import pin_or_exit
 from hvfreeze.__main__ import main
-from hvfreeze.comm.mpi_environment import claimed_rank, claimed_size
+from hvfreeze.comm.mpi_environment import claimed_rank, claimed_tasks
 
 OF_THE_JOB = ("OMPI_", "PMIX_", "PRTE_")
 """How variables begin by which a process knows the others."""
@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.2
 
 def train(words: Sequence[str]) -> int:
     """Train as one of the copies; return the exit code."""
-    copy, count = claimed_rank(os.environ), claimed_size(os.environ)
+    copy, count = claimed_rank(os.environ), claimed_tasks(os.environ)[0]
     pin_or_exit(copy)
     for name in [name for name in os.environ if name.startswith(OF_THE_JOB)]:
         del os.environ[name]

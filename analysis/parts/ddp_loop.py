@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,15 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.training.loop import learning_rate
 
 
-class Wrapped(Protocol):
-    """A model whose backward pass may exchange gradients, as DistributedDataParallel is."""
-
-    module: nn.Module
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the logits."""
-
-    def train(self) -> Any:
-        """Set training mode."""
-
-
 @dataclass
 class Training:
     """The parts of a run."""
 
     config: Config
-    model: Wrapped
+    model: nn.Module
+    """The model that trains; its backward pass may exchange gradients, as DistributedDataParallel's does."""
+    module: nn.Module
+    """The same without an exchange, for evaluation."""
     optimizer: torch.optim.Optimizer
     feed: TrainFeed
     evaluation: Inputs
@@ -105,8 +96,7 @@ def train_step(training: Training, batch: Batch, *, total: int) -> tuple[float, 
 @torch.no_grad()
 def evaluate(training: Training) -> tuple[float, float]:
     """Return mean loss and accuracy, every sample counted once. Collective."""
-    module: nn.Module = training.model.module
-    module.eval()
+    module = training.module.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for batch in training.evaluation_batches:
         logits = module(training.evaluation.load(batch.ids, batch.views))[: batch.counted]

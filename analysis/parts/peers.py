@@ -1,7 +1,7 @@
 """The evaluation of `analysis.peers`: names, learning rates, training times, and comparison with the front.
 
-Training time is the sum of a run's steps, each at its cost on an idle machine (analysis.step_costs). Fitting a head
-does not consist of such steps; these runs keep their measured time.
+Training time is the sum of a run's steps, each at its cost on an idle machine, where RESULTS/step_costs has it. Fitting
+a head does not consist of such steps; these runs keep their measured time.
 
 A cost is the median of a few timed steps, the same for all seeds, so that the spread of seeds does not show its error:
 rounds of steps are drawn again, and what that changes is joined to the spread of seeds.
@@ -31,13 +31,13 @@ from analysis.sweeps.statistics import Interval, joined
 from hvfreeze.report.tables import megabytes
 
 PROBE_EPOCHS, PROBE_VIEWS = 10, 2
-"""Epochs of linear probing; all but the first two read the cache and take almost no time."""
+"""Epochs and views of the linear probing before full fine-tuning, in kept runs; most epochs read the cache."""
 NEAR = 0.01
 """Less than the standard error of an accuracy on a thousand held-out samples."""
 SLACK = 0.005
 """Half a point: who is as near as this to the best of full fine-tuning has reached it."""
 TIMED = "resnet18"
-"""The model whose steps `analysis.step_costs` has timed."""
+"""The model whose steps were timed."""
 DEEPEST = 5
 """The cut below the head."""
 SOLVED = ("auto", "auto-one-view", "exact")
@@ -126,14 +126,9 @@ def best_rates(rows: Sequence[Row], known: Mapping[Cell, float] = MappingProxyTy
     return found
 
 
-def file_of(root: Path, image_size: int) -> Path:
-    """Return where the costs at an image size are kept."""
-    return root / "step_costs" / f"{image_size}px.json"
-
-
 def read_timings(root: Path, image_size: int) -> Timings:
     """Return the kept seconds of steps; none where there are none."""
-    path = file_of(root, image_size)
+    path = root / "step_costs" / f"{image_size}px.json"
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": {}}
     timings: Timings = kept["seconds"]
     return timings

@@ -12,31 +12,18 @@ from collections.abc import Sequence
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from analysis import ddp
 
 PROGRAM = "Horovod's DistributedOptimizer"
 
 
-class Bare(nn.Module):
-    """A model whose gradients the optimizer exchanges."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.module(images)
-        return logits
-
-
-def with_horovod(model: nn.Module, optimizer: ddp.Optimizer) -> tuple[Bare, ddp.Optimizer]:
+def with_horovod(model: nn.Module, optimizer: ddp.Optimizer) -> tuple[nn.Module, ddp.Optimizer]:
     """Return the model as it is, and Horovod's optimizer around the given one."""
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    return Bare(model), hvd.DistributedOptimizer(optimizer, named_parameters=named)
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=named)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

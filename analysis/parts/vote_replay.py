@@ -5,7 +5,6 @@ The criterion, its patience and the vote are the program's own; only the ranks a
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from analysis.benchmarks.judging import bootstrap_interval
 from analysis.parts.vote_log import INTERVAL, LR, RANKS, WARMUP, Interval, Log, network, sgd
 from analysis.sweeps.statistics import Interval as Spread
 from hvfreeze.comm.reducer import Reducer
@@ -251,22 +250,11 @@ def judged(cuts: Sequence[int], log: Log, right: Sequence[int | None]) -> Judged
     )
 
 
-RESAMPLES = 2000
-
-
-def bootstrap(values: Sequence[float], *, seed: int = 0) -> Spread:
+def bootstrap(values: Sequence[float]) -> Spread:
     """Return the mean over seeds with the middle 95 % of the means of as many drawn with replacement."""
-    given = np.asarray(values, dtype=np.float64)
-    if len(given) < 2:
-        return Spread(float(given.mean()) if len(given) else math.nan, math.nan, math.nan, len(given))
-    low, high = np.quantile(given[drawn(len(given), seed)].mean(1), [0.025, 0.975])
-    return Spread(float(given.mean()), float(low), float(high), len(given))
-
-
-@functools.cache
-def drawn(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return `RESAMPLES` rows of as many places, drawn with replacement."""
-    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    mean = statistics.fmean(values) if values else math.nan
+    ends = bootstrap_interval(values, np.mean) if len(values) > 1 else (math.nan, math.nan)
+    return Spread(mean, *ends, len(values))
 
 
 def by_seed(values: Mapping[tuple[str, int], float]) -> list[float]:

@@ -35,7 +35,6 @@ METHOD_COLOURS = {
     "percentile, cached": "#DDAACC",
     "linear": COLOURS[4],
     "geometric": COLOURS[5],
-    "coherence": "#332288",
     "DDP": "#BBAA00",
     "DDP, frozen": "#777711",
     "labels smoothed": "#AAAAAA",
@@ -125,8 +124,8 @@ def line_chart(
         return figure
 
 
-def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_zero: bool = True) -> Figure:
-    """Return horizontal bars (points with whiskers where `from_zero` is off), one below the other."""
+def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0) -> Figure:
+    """Return horizontal bars, one below the other."""
     names = [textwrap.wrap(name, LONGEST_NAME) for name in bars]
     with matplotlib.rc_context(STYLE):
         figure = Figure(
@@ -135,10 +134,7 @@ def bar_chart(bars: Mapping[str, Interval], *, x: str, scale: float = 1.0, from_
         axes = figure.add_subplot()
         rows, values = list(range(len(bars))), list(bars.values())
         means, whiskers = [scale * value.mean for value in values], error_bars(values, scale)
-        if from_zero:
-            axes.barh(rows, means, 0.6, xerr=whiskers, color=OTHERS[0], ecolor="#222222", capsize=3)
-        else:
-            axes.errorbar(means, rows, xerr=whiskers, fmt="o", color=OTHERS[0], capsize=3)
+        axes.barh(rows, means, 0.6, xerr=whiskers, color=OTHERS[0], ecolor="#222222", capsize=3)
         axes.set_yticks(rows, ["\n".join(lines) for lines in names])
         axes.set(xlabel=x, ylim=(len(bars) - 0.4, -0.6))
         axes.grid(visible=False, axis="y")
@@ -193,16 +189,13 @@ def draw_front(axes: Axes, results: Results) -> None:
     axes.plot(times, [100 * budget.accuracy for budget in results.front.budgets], "-", color=BASELINE, marker=".")
 
 
-def ways_chart(
-    panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str], x: str = "training time (s)"
-) -> Figure:
+def ways_chart(panels: Mapping[str, Sequence[Way]], *, reference: str, ours: Sequence[str]) -> Figure:
     """Return a panel for each title, at most two side by side, with one legend; seconds on a logarithmic axis.
 
     Args:
         panels: title -> its ways; a label looks alike in every panel.
         reference: the label of what all others are held against.
         ours: the labels that are to catch the eye.
-        x: what the points have in place of seconds.
     """
     labels = list(dict.fromkeys(way.label for ways in panels.values() for way in ways))
     looks = looks_of(labels, reference=reference, ours=ours)
@@ -221,7 +214,7 @@ def ways_chart(
                     label=way.label,
                     **looks[way.label],
                 )
-            axes.set(title="\n".join(textwrap.wrap(title, LONGEST_TITLE)), xlabel=x)
+            axes.set(title="\n".join(textwrap.wrap(title, LONGEST_TITLE)), xlabel="training time (s)")
             set_log_scale(axes)
         for axes in places:
             axes.remove()

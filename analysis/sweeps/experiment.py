@@ -30,7 +30,7 @@ class Experiment:
     runs: Callable[[Preset], list[PlannedRun]]
     words: Callable[[Results], Words] = lambda results: {}
     """The names that the page uses, besides the methods of `Results`."""
-    drawings: Callable[[Results], Mapping[str, Figure]]
+    drawings: Callable[[Results], Mapping[str, Figure]] = lambda results: {}
     chooses_lr: bool = False
     """Whether its first runs choose the learning rate of the others, instead of the baseline's."""
     reference: str = ""
@@ -43,6 +43,14 @@ class Experiment:
     """Whether it has seeds of its own in place of the preset's, but for smoke."""
     one_factor: bool = True
     """Whether runs have the preset's flags but for one; else a table tells their own."""
+
+    module: str = ""
+    """The module of `analysis` that takes its name as an argument; empty if the module has its name."""
+
+    @property
+    def command(self) -> str:
+        """The words after `python -m` that run it."""
+        return f"analysis.{self.module} {self.name}" if self.module else f"analysis.{self.name}"
 
     @property
     def page(self) -> Page:
@@ -64,11 +72,6 @@ class Experiment:
     def open(self, root: Path) -> Results:
         """Return its results, with the front that its own budgets of epochs give, else the baseline's."""
         return open_results(root, self.name, self.reference)
-
-
-def is_complete(directory: Path) -> bool:
-    """Return True if an experiment's folder has runs and their settings."""
-    return (directory / RUNS).exists() and directory.name in by_name(directory.parent / PRESETS)
 
 
 def write_up(experiment: Experiment, preset: Preset, root: Path, *, made: bool, whole: bool) -> None:
@@ -98,7 +101,7 @@ def made(experiment: Experiment, results: Results) -> str:
     seeds = len({row["seed"] for row in results.rows})
     return (
         "## How it was made\n\n"
-        f"- `python -m analysis.{experiment.name} --preset {settings['preset']} --data-dir DIR{weights}`\n"
+        f"- `python -m {experiment.command} --preset {settings['preset']} --data-dir DIR{weights}`\n"
         f"- {around}{settings['ranks']} ranks\n"
         f"- {plural(len(results.rows), 'run')}, {plural(seeds, 'seed')}; brackets hold 95 % intervals (Student's t, "
         "paired by seed)\n"

@@ -24,14 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from analysis.sweeps.presets import PlannedRun
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
 from hvfreeze.config.tree import convert, defaults_of
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs.environment import facts_of_this_rank
 from hvfreeze.runs.reading import TRAINING_PHASES, Run, check_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -43,12 +41,8 @@ IDENTITY = tuple(field.name for field in dataclasses.fields(PlannedRun))
 VERSIONS = ("torch", "horovod", "mpi4py", "hvfreeze")
 DIGEST = 16
 """Digits of a digest that a row holds: enough to tell trainings apart."""
-UNVOTED = ("none", "static")
-"""Values of --freeze without votes."""
-SETTINGS = (
-    "model data train_samples validation_fraction image_size blocks epochs batch_size lr augment partition shard_sizes "
-    "freeze cut signal vote_weight quorum eta_max cache cache_dtype compression precision"
-).split()
+SETTINGS = "model validation_fraction image_size epochs batch_size lr augment freeze cut signal cache".split()
+"""The settings that a row has."""
 
 Row = dict[str, Any]
 Line = dict[str, Any]
@@ -161,7 +155,7 @@ class KeptRuns:
             raise RefusedError(f"{self.directory.parent / ENVIRONMENTS} lacks {line['environment']}, of run {name}")
         # So that runs which differ in these alone are never taken for repetitions of each other.
         tree = convert(line["config"]) | {"sweep": {key: line[key] for key in ("program", "nodes", "bandwidth")}}
-        default = defaults_of(tree)
+        default = usual(*(str(tree.get(key, {}).get(key)) for key in ("strategy", "optimizer")))
         run = Run(
             name=name,
             directory=self.directory / name,
@@ -177,6 +171,12 @@ class KeptRuns:
     def rows(self) -> list[Row]:
         """Return a row for each run."""
         return [row_of(line, self.run(name)) for name, line in self.lines.items()]
+
+
+@functools.cache
+def usual(strategy: str, optimizer: str) -> dict[str, dict[str, Any]]:
+    """Return the defaults of all settings, which a strategy and an optimizer have; they are the same for most runs."""
+    return defaults_of({"strategy": {"strategy": strategy}, "optimizer": {"optimizer": optimizer}})
 
 
 def read_lines(path: Path) -> dict[str, Line]:
@@ -254,16 +254,13 @@ def row_of(line: Line, run: Run) -> Row:
         "bandwidth": line["bandwidth"] or None,
         **{name: settings.get(name) for name in SETTINGS},
         "test_accuracy": run.test_accuracy,
-        "best_test_accuracy": run.best_accuracy,
         "train_seconds": run.train_seconds,
         **{key: line[key] for key in ("whole_seconds",) if key in line},
         "steps": int(run.metrics[-1]["step"]),
         "images_per_second": run.images_per_second,
         "allreduce_bytes": run.allreduce_bytes,
-        "other_bytes": summary.get("other_collective_bytes"),
         "final_cut": run.final_cut,
         "cut_history": " ".join(f"{move.cut}@{move.step}" for move in run.cut_history),
-        **vote_columns(run),
         **{f"cache_{key}": cache.get(key) for key in cached},
         **{f"seconds_{phase}": run.seconds[phase] for phase in COUNTED},
         f"seconds_{UNCOUNTED}": float(summary["seconds"].get(UNCOUNTED, 0.0)),
@@ -274,16 +271,6 @@ def row_of(line: Line, run: Run) -> Row:
         **{key: environment.get(key) for key in ("processor", "cores", "threads")},
         **{name: environment.get("versions", {}).get(name) for name in VERSIONS},
     }
-
-
-def vote_columns(run: Run) -> Row:
-    """Return the number of votes, of moves, and of votes in which ranks proposed different cuts; None without votes."""
-    if run.settings["freeze"] in UNVOTED:
-        return dict.fromkeys(("votes", "moves", "disagreements"))
-    votes = [line for line in run.decisions if line["proposals"]]
-    split = sum(len(set(line["proposals"])) > 1 for line in votes)
-    moves = sum(line["cut_after"] != line["cut_before"] for line in votes)
-    return {"votes": len(votes), "moves": moves, "disagreements": split}
 
 
 def unlike(run: Run) -> int:
@@ -332,29 +319,6 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f"{known}-dirty" if changed else known
-
-
-def machine(beside: str = ", one thread a rank; ") -> str:
-    """Return where and by what runs are made, but for the source; `beside` stands between machine and versions."""
-    known = facts_of_this_rank()
-    versions = ", ".join(f"{name} {known['versions'][name]}" for name in ("torch", "horovod"))
-    return f"{known['processor']}, {known['cores']} cores{beside}{versions}"
-
-
-def stamp() -> dict[str, str]:
-    """Return what a row says of where, and by which source, it was measured."""
-    return {"commit": commit(), "machine": machine()}
-
-
-def texts_of(path: Path) -> pd.DataFrame:
-    """Return a CSV file's cells as texts, empty where there is none; no rows where there is no file."""
-    return pd.read_csv(path, dtype=str, keep_default_na=False) if path.exists() else pd.DataFrame()
-
-
-def told_of(rows: pd.DataFrame, *, unstamped: str) -> str:
-    """Return machines and sources of some rows; `unstamped` is the machine of rows that name none."""
-    machines = rows.get("machine", pd.Series("", index=rows.index)).fillna("").replace("", unstamped)
-    return f"{'; '.join(machines.unique())}; source {', '.join(rows['commit'].unique())}"
 
 
 def git(*arguments: str) -> str:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,23 +95,6 @@ def command_of(planned: PlannedRun, site: Site, run_dir: Path, *, cluster: str =
     return ["mpirun", "-n", str(planned.ranks), "--bind-to", "none", "--oversubscribe", *program]
 
 
-def on_nodes(cluster: str, ranks: int, module: str) -> list[str]:
-    """Return the command, without its arguments, that starts ranks of a module on a cluster's nodes by mpirun."""
-    launcher = [str(ROOT / "launch" / "mpirun.sh"), "-np", str(ranks)]
-    return [str(CLUSTER), "run", "--name", cluster, "--", *launcher, sys.executable, "-m", module]
-
-
-def finish(command: Sequence[str], variables: Mapping[str, str], *, what: str) -> None:
-    """Run a job to its end; what it prints is dropped, what it says on stderr is passed on.
-
-    Raises:
-        RefusedError: it failed.
-    """
-    code = subprocess.run(command, cwd=ROOT, env=variables, check=False, stdout=subprocess.DEVNULL).returncode
-    if code != 0:
-        raise RefusedError(f"the job of {what} ended with code {code}, what it said is above; run it again to continue")
-
-
 def begins_anew(planned: PlannedRun) -> bool:
     """Return True if a stopped run must restart from scratch, with an empty cache.
 
@@ -144,29 +127,24 @@ def launch(planned: PlannedRun, site: Site, *, timeout: float) -> Path:
     return run_dir
 
 
-def require_cluster(*, latency: bool = False) -> None:
-    """Refuse to begin where this machine cannot have a local cluster, with `latency` one whose links delay.
+def require_cluster() -> None:
+    """Refuse to begin where this machine cannot have a local cluster.
 
     Raises:
         UsageError: what is missing, and how to get it.
     """
-    check = [str(CLUSTER), "check", *(["--latency"] if latency else [])]
-    said = subprocess.run(check, capture_output=True, text=True, check=False)
+    said = subprocess.run([str(CLUSTER), "check"], capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise UsageError(f"these runs need the local cluster, which this machine cannot have: {said.stderr.strip()}")
 
 
 @contextlib.contextmanager
-def nodes_up(planned: PlannedRun, *, latency: str = "") -> Iterator[tuple[str, dict[str, int]]]:
-    """Bring a local cluster up for a run; yields its name and each node's process.
-
-    With `latency`, such as 0.5ms, messages between its nodes take so long.
-    """
+def nodes_up(planned: PlannedRun) -> Iterator[tuple[str, dict[str, int]]]:
+    """Bring a local cluster up for a run; yields its name and each node's process."""
     program, name = str(CLUSTER), f"sweep{os.getpid()}"
     up = [program, "up", "--name", name, "--nodes", str(planned.nodes), "--owner", str(os.getpid())]
     up += ["--slots", str(-(-planned.ranks // planned.nodes))]
     up += [*(["--bandwidth", planned.bandwidth] if planned.bandwidth else [])]
-    up += [*(["--latency", latency] if latency else [])]
     said = subprocess.run(up, capture_output=True, text=True, check=False)
     if said.returncode != 0:
         raise RefusedError(f"run {planned.name} needs a local cluster: {said.stderr.strip()}")

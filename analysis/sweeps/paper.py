@@ -37,8 +37,5 @@ ADAPTIVE = Outcome(15.75, 197.49, 3.69, 180.77 * 60, 0.7081)
 FULL = Outcome(15.96, 242.04, 3.99, 218.33 * 60, 0.7662)
 ADAPTIVE_SPEED_UP = 1.208
 
-FIGURE_6_FREEZES = ((11, 2), (41, 8))
-"""(epoch, block) at which the adaptive run froze (Figure 6)."""
-
 CACHED_SPEED_UP = {3: 1.43, 4: 1.96, 5: 3.32}
 """Speed-up by number of frozen groups with a perfect cache, computed from the paper's timings."""

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import pandas as pd
+from typing import TypeVar
 
 from analysis.sweeps.kept import KeptRuns, Row, machine_of
 from analysis.sweeps.statistics import (
@@ -29,6 +28,7 @@ from analysis.sweeps.statistics import (
 from hvfreeze.report.tables import Table, factor, megabytes, percent, seconds
 from hvfreeze.runs.reading import Run
 
+T = TypeVar("T")
 BY_STEPS = "steps of an idle machine"
 """Name of the machine for training times that are computed from seconds of single steps."""
 
@@ -112,11 +112,6 @@ class Results:
     """The front of each seed, for differences paired by seed."""
     reference: str = ""
     """The label of full fine-tuning among these rows, which others are compared with."""
-
-    @functools.cached_property
-    def frame(self) -> pd.DataFrame:
-        """The rows; cells keep their types."""
-        return pd.DataFrame(self.rows, dtype=object)
 
     @functools.cached_property
     def by_label(self) -> dict[str, list[Row]]:
@@ -290,6 +285,10 @@ class Results:
         """The kept runs by name, those of the rows only."""
         kept = KeptRuns(self.directory)
         return {str(row["run"]): kept.run(str(row["run"])) for row in self.rows}
+
+    def of_runs(self, label: str, value: Callable[[Run], T]) -> dict[int, T]:
+        """Return something of each kept run of a label, by seed."""
+        return {int(run.settings["seed"]): value(run) for run in self.runs_of(label)}
 
     def runs_of(self, *labels: str) -> list[Run]:
         """Return the kept runs of some labels."""

@@ -77,7 +77,9 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None, *, one_
 
 def parse(experiment: Experiment, arguments: Sequence[str] | None, one_of: str = "") -> argparse.Namespace:
     title = "Several experiments, one after another, with the same arguments" if one_of else experiment.page.title()
-    parser = argparse.ArgumentParser(prog=f"python -m analysis.{one_of or experiment.name}", description=title)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {f'analysis.{one_of}' if one_of else experiment.command}", description=title
+    )
     data = os.environ.get("HVFREEZE_DATA")
     add = parser.add_argument
     scales = "smoke: to see that everything runs; full: the study's setting [reduced: for 2 cores]"

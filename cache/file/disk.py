@@ -10,8 +10,6 @@ import os
 import stat
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvfreeze.cache.faults import CacheBusy, CacheFault, CacheFull
@@ -21,24 +19,6 @@ logger = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that mean a full disk or quota."""
-
-
-@dataclass(frozen=True)
-class Disk:
-    """A disk, optionally slowed down to these rates in bytes per second (per transfer)."""
-
-    read_rate: float | None = None
-    write_rate: float | None = None
-
-    def read(self, num_bytes: int) -> None:
-        """Wait for the part of a read's time at the reduced rate that the real disk did not take."""
-        if self.read_rate:
-            time.sleep(num_bytes / self.read_rate)
-
-    def write(self, num_bytes: int) -> None:
-        """Wait for the part of a write's time at the reduced rate that the real disk did not take."""
-        if self.write_rate:
-            time.sleep(num_bytes / self.write_rate)
 
 
 class Budget:

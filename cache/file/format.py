@@ -145,7 +145,6 @@ MAX_ROWS = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 20
 # Room for the numbers that only publication knows, and a multiple that keeps equal files equally long.
 SPARE_BYTES, ROUND_BYTES = 256, 1024
-UNWRITTEN = -1
 TABLES = ("sample_ids", "views", "range_sha256")
 NAMES = frozenset((PAYLOAD, *TABLES, "manifest", "manifest_sha256"))
 
@@ -307,7 +306,8 @@ def verify_ranges(manifest: Manifest, digests: Sequence[bytes], read: Callable[[
 
 def tables(manifest: Manifest, keys: Keys, digests: list[bytes], *, manifest_bytes: int) -> dict[str, bytes]:
     """Return the bytes of every dataset except the rows and the manifest's digest."""
-    ids, views = np.full(manifest.capacity, UNWRITTEN, "<i8"), np.full(manifest.capacity, UNWRITTEN, "<i4")
+    # -1: not written.
+    ids, views = np.full(manifest.capacity, -1, "<i8"), np.full(manifest.capacity, -1, "<i4")
     ids[: len(keys)], views[: len(keys)] = unpack_keys(keys)
     return {
         "manifest": manifest.to_json().ljust(manifest_bytes),

@@ -10,21 +10,17 @@ import stat
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheMismatch
-from hvfreeze.cache.file.disk import Budget, Disk, remove
+from hvfreeze.cache.file.disk import Budget, remove
 from hvfreeze.cache.file.format import (
     MAX_MANIFEST_BYTES,
     MAX_ROWS,
@@ -41,40 +37,8 @@ from hvfreeze.cache.file.hdf5 import Region, find_regions
 from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.files import LockedError, hold_unlocked, is_at
 
-HUGE_BYTES = 4 << 20
-"""Bytes from which memory is reused: page faults of new memory would take longer than the copy."""
 ReadRows = Callable[[int, int], bytes]
 """Returns rows first..last-1 as bytes."""
-MOST_KEPT = 8
-"""Pieces of memory that are kept for the next reads."""
-ALIGNMENT = 64
-"""Alignment of torch's own memory: kernels may compute other bits with another one."""
-
-
-class Room:
-    """A pool of memory for large batches; a piece is reused when no tensor refers to it. Thread-safe."""
-
-    def __init__(self) -> None:
-        # Its methods are atomic: memory comes back wherever the last view of it dies, also while some is being taken.
-        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=MOST_KEPT)
-
-    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return uninitialised, aligned memory (num_bytes,) that no other array or tensor refers to."""
-        size = num_bytes + ALIGNMENT
-        try:
-            whole = self._free.pop()
-        except IndexError:
-            whole = np.empty(size, np.uint8)
-        if whole.nbytes != size:
-            # Batches have another size now: what waits is of no more use.
-            self._free.clear()
-            whole = np.empty(size, np.uint8)
-        start = -whole.ctypes.data % ALIGNMENT
-        # Behind a memoryview every view of the loan, and every tensor made of one, refers to the loan itself and not to
-        # what is under it: when the loan dies, nobody sees the memory any more.
-        loan: npt.NDArray[np.uint8] = np.frombuffer(memoryview(whole)[start : start + num_bytes], np.uint8)
-        weakref.finalize(loan, self._free.append, whole).atexit = False
-        return loan
 
 
 class MappedRows:
@@ -101,10 +65,10 @@ class MappedRows:
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self._name = name
-        self._room = Room()
         self._end = offset + num_rows * row_bytes
-        self._descriptor = -1
         self._descriptor = os.dup(descriptor)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        """Closes the descriptor; the mapping is freed with the last tensor that refers to it."""
         self._sealed: tuple[int, int] | None = None
         self._verify: Callable[[ReadRows], None] = lambda read: None
         self._looking, self._is_looking = threading.RLock(), False
@@ -141,15 +105,7 @@ class MappedRows:
             CacheFault: the file was truncated, or changed after it was sealed.
         """
         self._check()
-        num_rows, num_elements = rows.shape[0], self._rows.shape[1]
-        if num_rows * self.row_bytes < HUGE_BYTES:
-            return torch.index_select(self._rows, 0, rows)
-        copy = (
-            torch.from_numpy(self._room.take(num_rows * self.row_bytes))
-            .view(self._rows.dtype)
-            .view(num_rows, num_elements)
-        )
-        return torch.index_select(self._rows, 0, rows, out=copy)
+        return torch.index_select(self._rows, 0, rows)
 
     def pread(self, first: int, last: int) -> bytes:
         """Return rows first..last-1 through the descriptor, which cannot kill the process on a truncated file."""
@@ -168,15 +124,6 @@ class MappedRows:
         with suppress(OSError):
             return is_at(self._descriptor, path)
         return False
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping is freed with the last tensor that refers to it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
     def _check(self) -> None:
         status = self._status()
@@ -217,7 +164,6 @@ class MappedRows:
             self._sealed = sealed
 
 
-PIECE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 32 * MAX_ROWS
 
 
@@ -229,18 +175,16 @@ class ActivationFile:
         path: Path,
         *,
         expected: Fingerprint | None = None,
-        disk: Disk | None = None,
         private: bool = False,
     ) -> None:
-        """Open `path` and check its frame, manifest and tables; rows can be read after `verify`.
+        """Open `path` and check its frame, manifest and tables.
 
         Raises:
             CacheMismatch: the file has another fingerprint; the differing fields are named.
             CacheFault: the file is damaged or unsafe.
         """
         self.path = path
-        self._disk = disk or Disk()
-        self._verified = self._to_verify = False
+        self._verified = False
         self._verifying = threading.Lock()
         descriptor, regions = find_regions(path, names=NAMES, private=private)
         try:
@@ -265,7 +209,7 @@ class ActivationFile:
             os.close(descriptor)
 
     def verify(self) -> None:
-        """Read the whole file once and compare every range; afterwards rows can be read.
+        """Read the whole file, once, and compare every range.
 
         Raises:
             CacheFault: the contents of a range do not match its digest.
@@ -278,36 +222,22 @@ class ActivationFile:
                     raise CacheFault(f"cache file {self.path} refused: {fault}") from fault
                 self._verified = True
 
-    def verify_later(self, executor: Executor | None) -> None:
-        """Verify in another thread (`verifier`), or at the first read at the latest; with None at the first read."""
-        self._to_verify = True
-        if executor is not None:
-            executor.submit(self.verify)
-
     def accept(self, digest: str) -> None:
         """Mark the rows as verified if another process has verified the file with this digest."""
         self._verified = self._verified or digest == self.digest
 
     def _compare(self) -> None:
         """Read all rows and compare them with the digests."""
-
-        def read(first: int, last: int) -> bytes:
-            self._disk.read((last - first) * self.manifest.row.row_bytes)
-            return self._rows.pread(first, last)
-
-        verify_ranges(self.manifest, self._digests, read)
+        verify_ranges(self.manifest, self._digests, self._rows.pread)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers.
+        """Return a copy (len(rows), elements) of these rows, given as int64 row numbers; verifies the file first.
 
         Raises:
-            CacheFault: the file was truncated or changed since it was opened.
+            CacheFault: the file is damaged, or was truncated or changed since it was opened.
         """
         if not self._verified:
-            if not self._to_verify:
-                raise RuntimeError(f"cache file {self.path} must be verified before it is read")
             self.verify()
-        self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._rows.read(rows)
 
     def is_at(self, path: Path) -> bool:
@@ -348,8 +278,9 @@ def _read_tables(descriptor: int, regions: dict[str, Region]) -> tuple[Manifest,
 
 def _pieces(descriptor: int, region: Region) -> Iterator[bytes]:
     """Return the region's bytes; few, because they are read before the file is trusted."""
-    for start in range(0, region.nbytes, PIECE_BYTES):
-        yield os.pread(descriptor, min(PIECE_BYTES, region.nbytes - start), region.offset + start)
+    piece = 1 << 20
+    for start in range(0, region.nbytes, piece):
+        yield os.pread(descriptor, min(piece, region.nbytes - start), region.offset + start)
 
 
 def _pread(descriptor: int, region: Region) -> bytes:
@@ -381,12 +312,10 @@ def files_of(directory: Path, fingerprint: Fingerprint) -> list[Path]:
     return sorted(path for path in directory.glob(pattern) if FILE_NAME.fullmatch(path.name))
 
 
-def open_listed(
-    path: Path, fingerprint: Fingerprint, *, private: bool, disk: Disk | None = None
-) -> ActivationFile | None:
+def open_listed(path: Path, fingerprint: Fingerprint, *, private: bool) -> ActivationFile | None:
     """Return the file at `path`; None if its owner has removed it since the directory was listed."""
     try:
-        return ActivationFile(path, expected=fingerprint, disk=disk, private=private)
+        return ActivationFile(path, expected=fingerprint, private=private)
     except CacheFault:
         if os.path.lexists(path):
             raise
@@ -416,36 +345,6 @@ def remove_left_over(directory: Path) -> None:
             if FILE_NAME.fullmatch(temporary.stem) and json.loads(note)["host"] == os.uname().nodename:
                 remove(temporary)
                 remove(lock)
-
-
-@dataclass(frozen=True, eq=False)
-class Present:
-    """The cached and missing ones among the rows that a process may store."""
-
-    rows: int
-    """Rows that can be read."""
-    absent: Keys
-    """(rows,) keys of the missing rows, ascending."""
-    rows_to_complete: int = 0
-    """Rows in the process's own incomplete file, which are rewritten when it is completed."""
-
-
-def find_present(directory: Path, fingerprint: Fingerprint, keys: Keys, *, shard: str, private: bool = True) -> Present:
-    """Return which of `keys`, each once, are in published files of `fingerprint`.
-
-    Raises:
-        CacheFault: a file with this fingerprint is damaged, unsafe or belongs to another one.
-    """
-    own, missing, in_own = path_of(directory, fingerprint, shard=shard), np.unique(keys), 0
-    total = len(missing)
-    for path in sorted(files_of(directory, fingerprint), key=lambda path: path != own):
-        if len(missing):
-            file = open_listed(path, fingerprint, private=private)
-            if file is None:
-                continue
-            missing = np.setdiff1d(missing, file.keys, assume_unique=True)
-            in_own = len(file.keys) if path == own else in_own
-    return Present(total - len(missing), missing, in_own if len(missing) else 0)
 
 
 def refusals(directory: Path, fingerprint: Fingerprint) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
-from hvfreeze.cache.file.disk import FULL, Budget, Disk, free_bytes, remove
+from hvfreeze.cache.file.disk import FULL, Budget, free_bytes, remove
 from hvfreeze.cache.file.format import (
     NAMES,
     PAYLOAD,
@@ -54,7 +54,6 @@ class FileWriter:
         lock: FileLock,
         manifest: Manifest,
         budget: Budget,
-        disk: Disk,
         staging_rows: int,
         replaces: int = 0,
         private: bool = True,
@@ -66,7 +65,6 @@ class FileWriter:
             lock: the lock of `path`, held by the caller; this object releases it, also if the constructor raises.
             manifest: manifest of the file; its `rows` is set at publication.
             budget: limit that the file counts towards.
-            disk: the disk's speed.
             staging_rows: largest number of rows of an `append`; up to three times that is kept in memory.
             replaces: bytes of the file that now has the name, released from the budget at publication.
             private: only this user may read it; without, the group may too.
@@ -77,7 +75,7 @@ class FileWriter:
         """
         self.path, self.manifest = path, manifest
         self.appended = 0
-        self._budget, self._disk, self._replaces, self._lock = budget, disk, replaces, lock
+        self._budget, self._replaces, self._lock = budget, replaces, lock
         self._staging_rows = staging_rows
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._frame = make_frame(manifest.datasets(), manifest.attributes())
@@ -140,7 +138,6 @@ class FileWriter:
         if last is not None and self._written < self.appended:
             last.result()
         self._check()
-        self._disk.read(rows.shape[0] * self.manifest.row.row_bytes)
         return self._mapped.read(rows)
 
     def is_at(self, path: Path) -> bool:
@@ -189,7 +186,7 @@ class FileWriter:
         self._descriptor = open_new(self._temporary, mode=0o600 if private else 0o640)
         os.posix_fallocate(self._descriptor, 0, size)
         for offset, content in self._frame.extents.items():
-            _pwrite(self._descriptor, memoryview(content), offset)
+            write_at(self._descriptor, memoryview(content), offset)
 
     def _submit(self, task: Callable[[], None], *, staged: Tensor | None = None) -> None:
         self._last = self._worker.submit(self._run, task, staged)
@@ -212,9 +209,8 @@ class FileWriter:
     def _write(self, keys: Keys, rows: Tensor) -> None:
         """Write `rows` (len(keys), elements), contiguous, of the stored type, after those already written."""
         content = rows.view(torch.uint8).numpy().reshape(-1).data
-        self._disk.write(len(content))
         start = self._frame.regions[PAYLOAD].offset + self._written * self.manifest.row.row_bytes
-        _pwrite(self._descriptor, content, start)
+        write_at(self._descriptor, content, start)
         self._hasher.update(content)
         self._keys[self._written : self._written + len(keys)] = keys
         self._written += len(keys)
@@ -228,7 +224,7 @@ class FileWriter:
         parts = tables(manifest, self._keys[: self._written], digests, manifest_bytes=regions["manifest"].nbytes)
         parts["manifest_sha256"] = manifest_digest(lambda name: [parts[name]], regions)
         for name, content in parts.items():
-            _pwrite(self._descriptor, memoryview(content), regions[name].offset)
+            write_at(self._descriptor, memoryview(content), regions[name].offset)
         opened, found = find_regions(self._temporary, names=NAMES)
         os.close(opened)
         # Where locks are each machine's own, a job on another one has put its file in this one's place.
@@ -269,7 +265,7 @@ def _fault_of(error: Exception, *, path: Path) -> CacheFault:
     return kind(f"cache file {path} cannot be written ({error})")
 
 
-def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
+def write_at(descriptor: int, content: memoryview, offset: int) -> None:
     """Write all of `content`, in several calls if necessary."""
     while len(content):
         count = os.pwrite(descriptor, content, offset)

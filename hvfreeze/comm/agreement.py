@@ -26,14 +26,10 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
     """Run `work` on every rank; if it fails on one, raise the first failing rank's error on all. Collective.
 
-    `work` may hold no collective. Collective.
+    `work` may hold no collective.
     """
     results: list[T] = []
-
-    def keep() -> None:
-        results.append(work())
-
-    gather_results(world, keep, name=name)
+    gather_results(world, lambda: results.append(work()), name=name)
     return results[0]
 
 
@@ -46,14 +42,13 @@ def gather_results(world: World, work: Callable[[], T], *, name: str) -> list[T]
     except HvfreezeError as local:
         error = local
     said = (type(error), str(error)) if error else None
-    gathered = world.allgather_object((said, result), name=f"verdict.{name}")
-    verdicts = [verdict for verdict, _ in gathered]
+    verdicts, results = zip(*world.allgather_object((said, result), name=f"verdict.{name}"), strict=True)
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             kind, message = verdict
-            common = all(v == verdict for v in verdicts)
+            common = len(set(verdicts)) == 1
             raise kind(message if common else f"rank {rank}: {message}").on_all_ranks() from error
-    return [theirs for _, theirs in gathered]  # type: ignore[misc]  # no verdict: work returned
+    return list(results)
 
 
 ROUND_SECONDS = 10.0

@@ -18,8 +18,7 @@ import time
 
 LOOK_SECONDS = 0.5
 MOST_SECONDS = 2.0
-"""Longest time that one poll may count, in seconds: if the guard was suspended too, it does not know the rank's
-state."""
+"""Longest time that one poll may count, in seconds: a watch that was suspended too does not know the rank's state."""
 SPEAK_SECONDS = 6.0
 """Seconds after the limit: later than ranks that still wait and can name the suspended rank, earlier than the
 others."""

@@ -54,11 +54,6 @@ def claimed_tasks(environ: Mapping[str, str]) -> tuple[int, str]:
     return 1, ""
 
 
-def claimed_size(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that a launcher says it started, 1 without one."""
-    return claimed_tasks(environ)[0]
-
-
 def claimed_rank(environ: Mapping[str, str]) -> int:
     """Return this task's number from its launcher, 0 without one."""
     return next((int(environ[name]) for name in (*MPI_RANKS, *RANKS) if environ.get(name, "").isdigit()), 0)

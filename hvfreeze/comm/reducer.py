@@ -24,9 +24,6 @@ from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError, UsageError
 
-SIGNAL_BYTES = 32
-"""Bytes of a step's signals that a rank sends."""
-
 
 @dataclass(frozen=True)
 class Signals:
@@ -37,9 +34,10 @@ class Signals:
 
 
 BUCKET_BYTES = 4 * 2**20
+"""Target bytes of a bucket. A larger parameter is alone in its bucket."""
 # Two ranks exchange a piece in halves, and MPI adds a header to a message.
 PIECE_BYTES = 2 * (TCP_MESSAGE_BYTES - 2**10)
-"""Target bytes of a bucket. A larger parameter is alone in its bucket, which is sent in eager messages."""
+"""Largest message: its halves are sent eagerly."""
 UNCOMPRESSED_STEPS = 10
 """Uncompressed steps before PowerSGD begins, because the first gradients are large and change quickly."""
 
@@ -85,7 +83,7 @@ class Reducer:
     carried: Sequence[tuple[str, nn.Parameter]] = ()
     """The parameters whose gradients are exchanged, with their names."""
     steps: int = 0
-    """Names of parameters whose gradients have been exchanged so far."""
+    """Steps whose gradients have been exchanged so far."""
     _exchange: GradientExchange = field(init=False)
     _checked: bool = False
     """True once ranks are known to compute equal bits for the current buckets."""
@@ -151,7 +149,7 @@ class Reducer:
         values = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
         self._signals = torch.tensor(values, dtype=torch.int64)
         self._handle = self.world.start_allreduce_(self._signals, name=f"{self.title}step.signals")
-        self.other_bytes += SIGNAL_BYTES if self.world.size > 1 else 0
+        self.other_bytes += self._signals.nbytes if self.world.size > 1 else 0
 
     def finish(self) -> Signals:
         """Wait until every gradient is the average over ranks; return the signals of all ranks. Collective.

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvfreeze.comm.agreement import packs_of
+from hvfreeze.comm.agreement import PACK_BYTES, packs_of
 from hvfreeze.comm.world import World
 from hvfreeze.errors import DivergedError
 from hvfreeze.wording import plural
-
-PACKED_BYTES = 2**25
-"""Bytes of small tensors that are sent as one message, because each message waits for all ranks."""
 
 
 def broadcast_model(model: nn.Module, world: World) -> None:
@@ -46,7 +43,7 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
             "model on every rank"
         )
     filled = [tensor for tensor in named.values() if tensor.numel()]
-    for number, tensors in enumerate(packs_of(filled, lambda tensor: tensor.nbytes, PACKED_BYTES)):
+    for number, tensors in enumerate(packs_of(filled, lambda tensor: tensor.nbytes, PACK_BYTES)):
         bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         packed = torch.cat(bytes_of) if len(tensors) > 1 else bytes_of[0]
         world.broadcast_(packed, name=f"initial.{number}")

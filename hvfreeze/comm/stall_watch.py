@@ -19,14 +19,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.comm.end_guard import guard_end, is_stopped
+from hvfreeze.comm.end_guard import LOOK_SECONDS, MOST_SECONDS, guard_end, is_stopped
 from hvfreeze.comm.mpi_environment import claimed_rank
 from hvfreeze.errors import StallError, UsageError
 
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 USUAL_SECONDS = "600"
-LOOK_SECONDS = 0.5
-LOST_SECONDS = 2.0
 # After the limit: others are asked, then the lowest rank of those that wait speaks, then any. All is over in 10 s.
 ASK_SECONDS, JUDGE_SECONDS, LAST_SECONDS = 1.0, 4.0, 8.0
 QUESTION, ANSWER = 1, 2
@@ -92,7 +90,7 @@ class StallWatch:
             time.sleep(LOOK_SECONDS)
             # A rank that was stopped itself, and goes on, has not waited meanwhile.
             lost = time.monotonic() - before - LOOK_SECONDS
-            self._since += lost if lost > LOST_SECONDS else 0.0
+            self._since += lost if lost > MOST_SECONDS else 0.0
             with self._lock:
                 if self._comm is not None:
                     self._listen()

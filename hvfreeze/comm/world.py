@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -107,10 +106,11 @@ def flush_streams() -> None:
 
 def end_job_on_exception(world: World) -> None:
     """End the whole job on an uncaught exception of any rank, after printing that rank's traceback."""
+    sys.excepthook = lambda kind, error, where: end_job(world, error)
 
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        lines = "".join(traceback.format_exception(kind, error, where))
-        print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
-        world.abort(1)
 
-    sys.excepthook = hook
+def end_job(world: World, error: BaseException) -> None:
+    """Print this rank's traceback, and end the whole job. Not a collective."""
+    lines = "".join(traceback.format_exception(error))
+    print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
+    world.abort(1)

@@ -15,8 +15,6 @@ import numpy as np
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.errors import RefusedError
 
-_DOWNLOAD_TIMEOUT_SECONDS = 30.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
@@ -151,7 +149,7 @@ def download(directory: Path, archive: Archive) -> None:
     """
     # torchvision offers no timeout, and a network that swallows packets would block every rank for minutes.
     previous = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_SECONDS)
+    socket.setdefaulttimeout(30)
     try:
         from hvfreeze.torchvision_shim import torchvision
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-UNEQUAL = 1.5
-"""Least ratio of samples in the most frequent and the rarest class that counts as imbalance."""
-
 
 def majority_of(counts: ArrayLike) -> tuple[int, float] | None:
     """Return the most frequent class and its share of all samples; None if classes are balanced.
 
-    `counts` are the samples of each class. The share is the accuracy of always predicting that class.
+    `counts` are the samples of each class. They are balanced if the most frequent class has less than 1.5 times the
+    samples of the rarest. The share is the accuracy of always predicting that class.
     """
     samples = np.asarray(counts, dtype=np.int64)
-    if not samples.sum() or samples.max() < UNEQUAL * samples.min():
+    if not samples.sum() or samples.max() < 1.5 * samples.min():
         return None
     largest = int(samples.argmax())
     return largest, float(samples[largest] / samples.sum())

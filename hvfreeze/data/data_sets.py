@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
-from hvfreeze.data.folders import Folders, absence_of, first_few, is_folder, list_folders, splits_in
+from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders, splits_in
 from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
-from hvfreeze.data.own import DatasetSource, OwnSplit, note_on_unequal, open_own
-from hvfreeze.data.reading import USUAL, PixelArray, Reading, is_oblong, notes_on_crop, one_shape
+from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
+from hvfreeze.data.reading import USUAL, PixelArray, Reading
 from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import evenly, split_validation
+from hvfreeze.data.sizes import UNEQUAL_SIDE
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
@@ -31,7 +32,7 @@ from hvfreeze.files import cache_folder
 from hvfreeze.rules import rule
 from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import HF, is_named_code
-from hvfreeze.wording import plural
+from hvfreeze.wording import first_few, plural
 
 
 def digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -100,18 +101,12 @@ class ImageSet:
         return self.source.image_shape
 
     def sample_digest(self) -> str:
-        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex.
-
-        Small images are kept, so that loading the pixels does not decode the files again.
-        """
+        """Return the SHA-256 over the pixels of 16 evenly spaced samples, as hex."""
         digest = hashlib.sha256()
         for sample_id in evenly(self.ids, 16).tolist():
             # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
-                pixels = np.ascontiguousarray(self.decode(sample_id))
-                digest.update(pixels.data)
-                if isinstance(self.source, FileSource) and pixels.nbytes <= MOST_KEPT_BYTES:
-                    self.source.decoded[sample_id] = pixels
+                digest.update(np.ascontiguousarray(self.decode(sample_id)).data)
         return digest.hexdigest()
 
     def decode(self, sample_id: int) -> PixelArray:
@@ -159,9 +154,6 @@ _STATISTICS: dict[str, tuple[Triple, Triple]] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-_DIGITS_SEED = 0
-MOST_KEPT_BYTES = 2**20
-"""Bytes of an image up to which a sampled one is kept."""
 MOST_CLASSES = 1000
 """Number of different labels above which classes must have two training samples on average."""
 
@@ -309,7 +301,7 @@ def _open_digits(image_size: int | None) -> DataSplits:
     pixels = np.repeat(grey[:, None], 3, axis=1)
     everything = np.arange(len(pixels))
     sets = []
-    for ids in split_validation(targets, everything, fraction=0.2, seed=_DIGITS_SEED):
+    for ids in split_validation(targets, everything, fraction=0.2, seed=0):
         sets.append(_from_array("digits", pixels[ids], targets[ids].tolist(), tuple("0123456789"), image_size))
     return DataSplits(train=sets[0], test=sets[1])
 
@@ -434,10 +426,6 @@ def _joined(
     return DataSplits(train=sets["train"], test=sets["test"], notes=said)
 
 
-UNEQUAL_SIDE = 128
-"""Side in pixels to which images of different sizes are resized by default."""
-
-
 def _open_folders(data: str, root: Path, image_size: int | None, folders: Folders, reading: Reading) -> DataSplits:
     listings, name = folders.listings, "imagefolder" if is_table(data) else data
     num_classes = len(listings["train"].classes)
@@ -446,11 +434,7 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
             f"{root} holds {plural(num_classes, 'class', 'classes')} where {name} has {ARCHIVES[name].num_classes}; "
             "use --data imagefolder for other images"
         )
-    unequal = image_size is None and len(folders.sizes) > 1
-    shape, side = one_shape(folders.sizes, UNEQUAL_SIDE if unequal else image_size, fit=reading.fit)
-    cut = notes_on_crop(folders.counts, side=side, fit=reading.fit)
-    if unequal:
-        cut = [note_on_unequal(side), *cut]
+    shape, side, cut = folders.sizes.one_shape(image_size, fit=reading.fit)
     sets = {}
     for part in ("train", "test"):
         listing = listings[part]
@@ -462,7 +446,7 @@ def _open_folders(data: str, root: Path, image_size: int | None, folders: Folder
             image_shape=shape,
             side=side,
             reading=reading,
-            oblong=is_oblong(folders.counts),
+            oblong=folders.sizes.oblong,
         )
         weights = None if listing.weights is None or part == "test" else torch.from_numpy(listing.weights)
         own = _image_set(name, listing.classes, listing.labels(), source, listing.kind)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -36,13 +38,19 @@ def find_broken(image_set: ImageSet, *, share: int = 0, shares: int = 1, workers
     Raises:
         TooLargeError: an image exceeds the size limit.
     """
+    return _decode(image_set, np.arange(share, len(image_set), shares), None, workers=workers)
 
-    def look(some: Ids) -> dict[int, str]:
-        return _decode_into(image_set, some, np.empty((len(some), *image_set.image_shape), dtype=np.uint8))
 
-    ids = np.arange(share, len(image_set), shares, dtype=np.int64)
+def _decode(image_set: ImageSet, ids: Ids, pixels: PixelArray | None, *, workers: int) -> dict[int, str]:
+    """Decode samples into `pixels`, if given; return the broken samples with the reasons."""
+
+    def decode(start: int) -> dict[int, str]:
+        some = ids[start : start + _CHUNK]
+        rows = np.empty((len(some), *image_set.image_shape), np.uint8) if pixels is None else pixels[start:]
+        return _decode_into(image_set, some, rows[: len(some)])
+
     with ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        found = pool.map(look, [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)])
+        found = pool.map(decode, range(0, len(ids), _CHUNK))
         return {row: reason for part in found for row, reason in part.items()}
 
 
@@ -95,18 +103,9 @@ class MemoryPixels:
         rows[pool.ids] = np.arange(len(pool.ids))
         self._row_of = np.full(len(image_set), -1, dtype=np.int64)
         self._row_of[ids] = rows[ids]
-        own, out = pool.ids[pool.mine], self._pixels[pool.mine]
-        starts = range(0, len(own), _CHUNK)
-        threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-        try:
-            futures = [_submit(threads, image_set, own[i : i + _CHUNK], out[i : i + _CHUNK]) for i in starts]
-            broken: list[str] = []
-            for future in futures:
-                broken += future.result().values()
-            if broken:
-                raise BrokenImagesError(broken)
-        finally:
-            threads.shutdown(cancel_futures=True)
+        broken = _decode(image_set, pool.ids[pool.mine], pool.pixels[pool.mine], workers=workers)
+        if broken:
+            raise BrokenImagesError(list(broken.values()))
 
     def fetch(self, ids: Ids) -> Tensor:
         """Return (B, C, H, W) uint8, row i of sample ids[i]; raises KeyError for a sample that was not loaded."""
@@ -145,6 +144,10 @@ class MemoryPixels:
         """Do nothing: no thread outlives the constructor."""
 
 
+Decoding = tuple[Tensor, list[Future[dict[int, str]]]]
+"""A batch's pixels, and its decoding threads' results: the broken samples with the reasons."""
+
+
 class StreamedPixels:
     """Pixels that are decoded shortly before they are needed, a few batches at a time."""
 
@@ -152,11 +155,10 @@ class StreamedPixels:
         self._image_set = image_set
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
-        self._plan: list[Ids] = []
-        self._positions_of: dict[bytes, list[int]] = {}
-        self._fetched = -1
-        self._started: dict[int, tuple[Tensor, list[Future[dict[int, str]]]]] = {}
-        self._next = 0
+        self._plan = deque[Ids]()
+        """Announced batches that are not fetched yet."""
+        self._started = deque[Decoding]()
+        """The first of them, decoded or being decoded."""
 
     def fetch(self, ids: Ids) -> Tensor:
         """Return (B, C, H, W) uint8, row i of sample ids[i]; waits until the threads have decoded them.
@@ -164,16 +166,17 @@ class StreamedPixels:
         Raises:
             RefusedError: an image is damaged or unreadable; names the file.
         """
-        # Each view repeats the same samples.
-        known = self._positions_of.get(ids.tobytes(), [])
-        position = next((place for place in known if place > self._fetched), -1)
-        if position >= 0:
-            self._fetched = position
-            self._forget(before=position)
-        pixels, futures = self._started.pop(position) if position in self._started else self._start(ids)
-        if position >= 0:
-            self._next = max(self._next, position + 1)
+        skipped = next((place for place, planned in enumerate(self._plan) if np.array_equal(planned, ids)), None)
+        if skipped is None:
+            decoding = self._start(ids)
+        else:
+            for _ in range(skipped):
+                self._plan.popleft()
+                self._cancel(1)
+            self._plan.popleft()
+            decoding = self._started.popleft() if self._started else self._start(ids)
             self._look_ahead()
+        pixels, futures = decoding
         for future in futures:
             broken = list(future.result().values())
             if broken:
@@ -185,34 +188,30 @@ class StreamedPixels:
 
         Threads decode at most four batches ahead.
         """
-        self._forget(before=len(self._plan))
-        self._plan = list(batches)
-        self._positions_of = {}
-        for position, ids in enumerate(self._plan):
-            self._positions_of.setdefault(ids.tobytes(), []).append(position)
-        self._fetched = -1
-        self._next = 0
+        self._cancel(len(self._started))
+        self._plan = deque(batches)
         self._look_ahead()
 
     def close(self) -> None:
         """Stop the threads and drop started batches."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _start(self, ids: Ids) -> tuple[Tensor, list[Future[dict[int, str]]]]:
+    def _start(self, ids: Ids) -> Decoding:
         pixels = torch.empty((len(ids), *self._image_set.image_shape), dtype=torch.uint8)
         chunk = max(1, -(-len(ids) // self._workers))
         starts = range(0, len(ids), chunk)
-        return pixels, [_submit(self._pool, self._image_set, ids[i : i + chunk], pixels[i : i + chunk]) for i in starts]
+        return pixels, [
+            self._pool.submit(_decode_into, self._image_set, ids[i : i + chunk], pixels[i : i + chunk].numpy())
+            for i in starts
+        ]
 
     def _look_ahead(self) -> None:
-        while self._next < len(self._plan) and len(self._started) < _BATCHES_AHEAD:
-            self._started[self._next] = self._start(self._plan[self._next])
-            self._next += 1
+        for ids in list(islice(self._plan, len(self._started), _BATCHES_AHEAD)):
+            self._started.append(self._start(ids))
 
-    def _forget(self, *, before: int) -> None:
-        for position in [position for position in self._started if position < before]:
-            _, futures = self._started.pop(position)
-            for future in futures:
+    def _cancel(self, batches: int) -> None:
+        for _ in range(min(batches, len(self._started))):
+            for future in self._started.popleft()[1]:
                 future.cancel()
 
 
@@ -280,10 +279,6 @@ class Images:
 
 Inputs = Images | Windows
 """The model inputs and labels of this rank's samples."""
-
-
-def _submit(pool: ThreadPoolExecutor, image_set: ImageSet, ids: Ids, pixels: Tensor) -> Future[dict[int, str]]:
-    return pool.submit(_decode_into, image_set, ids, pixels.numpy())
 
 
 def _decode_into(image_set: ImageSet, ids: Ids, rows: PixelArray) -> dict[int, str]:

@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
-from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, Sizes, open_image, shown_size, unreadable
-from hvfreeze.data.shards import Ids, evenly, split_validation
+from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, open_image, shown_size, unreadable
+from hvfreeze.data.shards import Ids, split_validation
+from hvfreeze.data.sizes import ImageSizes, Size
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders, split_of
 from hvfreeze.errors import RefusedError
 from hvfreeze.tasks import TASKS, Task
-from hvfreeze.wording import plural
+from hvfreeze.wording import first_few, plural
 
-MOST_SUFFIXES = 8
-_PROBES = 64
-_HOLD_OUT_FRACTION = 0.1
-_HOLD_OUT_SEED = 0
+HELD_OUT = 0.1
+"""Share of the images that is the test set of data without splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +72,15 @@ class Listing:
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, paths=paths, num_bytes=sizes, times=times, given=given, weights=weights)
 
-    def sizes(self, counts: Sizes | None = None) -> dict[tuple[int, int], Path]:
-        """Return the distinct (height, width) of at most 64 evenly spaced images, each with an example file.
-
-        Adds the number of images of each size to `counts`. Skips unreadable files: loading the pixels reports them all.
+    def size_of(self, row: int) -> tuple[Size, str]:
+        """Return the size of an image, and its file; reads the header only.
 
         Raises:
-            RefusedError: none of the files is an image.
+            RefusedError: the file is unreadable or not an image.
         """
-        found: dict[tuple[int, int], Path] = {}
-        refusal: RefusedError | None = None
-        for row in evenly(np.arange(len(self.paths)), _PROBES):
-            path = self.root / self.paths[row]
-            try:
-                with open_image(path) as image:
-                    size = shown_size(image)
-                found.setdefault(size, path)
-                if counts is not None:
-                    counts[size] += 1
-            except RefusedError as error:
-                refusal = refusal or error
-        if refusal is not None and not found:
-            raise refusal
-        return found
+        path = self.root / self.paths[row]
+        with open_image(path) as image:
+            return shown_size(image), str(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +91,7 @@ class Folders:
     listings: dict[str, Listing]
     """Listings of the splits train and test."""
     notes: list[str]
-    sizes: dict[tuple[int, int], str]
-    """Distinct (height, width) of a few images, each with an example path."""
-    counts: Sizes
-    """Number of these images per size."""
+    sizes: ImageSizes
     local: dict[str, str]
     """Digest of the modification times on this machine, per split."""
 
@@ -122,7 +104,7 @@ class Folders:
             )
             for name, each in self.listings.items()
         ]
-        return hashlib.sha256(repr((parts, self.sizes.keys())).encode()).hexdigest()
+        return hashlib.sha256(repr((parts, list(self.sizes.counts))).encode()).hexdigest()
 
     def to_send(self) -> Folders:
         """Return the listing in the form that is sent to other ranks."""
@@ -151,10 +133,11 @@ def folders_of(root: Path, listings: dict[str, Listing], notes: list[str]) -> Fo
     Raises:
         RefusedError: a probed file is not an image.
     """
-    counts = Sizes()
-    sizes = {size: str(path) for listing in listings.values() for size, path in listing.sizes(counts).items()}
+    sizes = ImageSizes()
+    for listing in listings.values():
+        sizes.probe(len(listing.paths), listing.size_of)
     local = {name: hashlib.sha256(each.times.tobytes()).hexdigest() for name, each in listings.items()}
-    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, counts=counts, local=local)
+    return Folders(root=root, listings=listings, notes=notes, sizes=sizes, local=local)
 
 
 def is_folder(path: Path) -> bool:
@@ -206,11 +189,9 @@ class PassedOver:
     def in_words(self, before: str) -> str:
         """Return the number of files per suffix, the most frequent first; empty if there are none."""
         each = sorted(self.suffixes.items(), key=lambda found: (-found[1], found[0]))
-        more = len(each) - MOST_SUFFIXES
-        shown = ", ".join(f"{suffix} ({count})" for suffix, count in each[:MOST_SUFFIXES])
-        rest = f" and {plural(more, 'more suffix', 'more suffixes')}" if more > 0 else ""
+        shown = first_few([f"{suffix} ({count})" for suffix, count in each])
         dicom = f" ({CONVERT_DICOM})" if self.suffixes.keys() & set(DICOM_SUFFIXES) else ""
-        return f"{before}{shown}{rest}{dicom}" if each else ""
+        return f"{before}{shown}{dicom}" if each else ""
 
     def notes(self, folder: Path) -> list[str]:
         """Return log lines on what is skipped."""
@@ -235,10 +216,9 @@ def scan(root: Path, *, fewest: int = 2, of_test: bool = False) -> Listing:
             look equal; or the folders are splits, see `refuse_splits`.
     """
     passed = PassedOver()
-    entries = _entries(root, passed)
-    names = [name for name, folder in entries if folder]
-    loose = sum(is_image(name) for name, folder in entries if not folder)
-    passed.suffixes.update(suffix_of(name) for name, folder in entries if not folder and not is_image(name))
+    names, files = ([entry.name for entry in entries] for entries in _entries(root, passed))
+    loose = sum(map(is_image, files))
+    passed.suffixes.update(suffix_of(name) for name in files if not is_image(name))
     if not names:
         count = plural(fewest, "class", "classes")
         raise RefusedError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE for at least {count}")
@@ -343,21 +323,15 @@ def with_classes_of(test: Listing, train: Listing) -> Listing:
     return replace(test, classes=train.classes, notes=notes)
 
 
-def first_few(names: Sequence[str]) -> str:
-    """Return the first names of a list and the number of the others."""
-    more = len(names) - MOST_SUFFIXES
-    return ", ".join(names[:MOST_SUFFIXES]) + (f" and {more} more" if more > 0 else "")
-
-
-def first_image(folder: Path, *, depth: int = 3, most: int = 10_000) -> Path | None:
-    """Return an image in `folder` or in folders below it; None if there is none among the first `most` entries."""
-    left, seen = deque([(folder, depth)]), 0
+def first_image(folder: Path) -> Path | None:
+    """Return an image in `folder` or two levels below it; None if there is none among the first 10,000 entries."""
+    left, seen = deque([(folder, 3)]), 0
     while left:
         here, levels = left.popleft()
         with suppress(OSError), os.scandir(here) as entries:
             for entry in entries:
                 seen += 1
-                if seen > most:
+                if seen > 10_000:
                     return None
                 if entry.name.startswith("."):
                     continue
@@ -378,14 +352,12 @@ def class_folder_of(path: Path, root: Path) -> Path | None:
     if not path.is_relative_to(root):
         return None
     try:
-        names = [entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")]
-        splits = find_split_folders(root, names, lambda name: first_image(root / name, depth=1) is not None).values()
-    except (OSError, RefusedError):
+        splits = splits_in(root).values()
+    except RefusedError:
         return None
     if not splits or path == root:
         return root
-    top = path.relative_to(root).parts[0]
-    return root / top if top in splits else None
+    return next((folder for folder in splits if path.is_relative_to(folder)), None)
 
 
 def is_image(name: str) -> bool:
@@ -422,24 +394,16 @@ def files_below(folder: Path, passed: PassedOver) -> list[Image]:
     pending = [""]
     while pending:
         parent = pending.pop()
-        try:
-            with os.scandir(folder / parent) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if leads_to_folder(entry):
-                        if entry.name.lower() in SYSTEM_FOLDERS:
-                            passed.system[entry.name] += 1
-                            continue
-                        if entry.is_symlink():
-                            refuse_circle(folder, f"{parent}{entry.name}")
-                        pending.append(f"{parent}{entry.name}/")
-                    elif is_image(entry.name):
-                        images.append((f"{parent}{entry.name}", *size_and_time(entry)))
-                    else:
-                        passed.suffixes[suffix_of(entry.name)] += 1
-        except OSError as error:
-            raise unreadable(Path(error.filename or folder / parent), error) from error
+        inside, files = _entries(folder / parent, passed)
+        for entry in inside:
+            if entry.is_symlink():
+                refuse_circle(folder, f"{parent}{entry.name}")
+            pending.append(f"{parent}{entry.name}/")
+        for entry in files:
+            if is_image(entry.name):
+                images.append((f"{parent}{entry.name}", *size_and_time(entry)))
+            else:
+                passed.suffixes[suffix_of(entry.name)] += 1
     return images
 
 
@@ -480,14 +444,14 @@ def splits_in(root: Path) -> dict[str, Path]:
     Raises:
         RefusedError: `root` cannot be read, or several folders name the same split.
     """
-    return _splits_among(root, _entries(root, PassedOver()))
+    return _splits_among(root, [folder.name for folder in _entries(root, PassedOver())[0]])
 
 
-def _splits_among(root: Path, entries: Sequence[tuple[str, bool]]) -> dict[str, Path]:
+def _splits_among(root: Path, names: Sequence[str]) -> dict[str, Path]:
     def holds_images(name: str) -> bool:
-        return any(is_image(inside) and not folder for inside, folder in _entries(root / name, PassedOver()))
+        return any(is_image(file.name) for file in _entries(root / name, PassedOver())[1])
 
-    found = find_split_folders(root, [name for name, folder in entries if folder], holds_images)
+    found = find_split_folders(root, names, holds_images)
     return {split: root / found[split] for split in SPELLINGS if split in found}
 
 
@@ -503,8 +467,8 @@ def test_set_beside(root: Path) -> str:
 def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     """Return the listings `train` and `test`, and notes for the user."""
     passed = PassedOver()
-    entries = _entries(root, passed)
-    splits = _splits_among(root, entries)
+    folders = [folder.name for folder in _entries(root, passed)[0]]
+    splits = _splits_among(root, folders)
     if not splits:
         return hold_out(scan(root), f"{root} has class folders only{test_set_beside(root)}")
     names = [folder.name for folder in splits.values()]
@@ -516,7 +480,7 @@ def find_splits(root: Path) -> tuple[dict[str, Listing], list[str]]:
     if "val" in splits:
         used = f"is not used: accuracy is measured on {tested}" if "test" in splits else "serves as the test set"
         notes.append(f"{splits['val']} {used}")
-    others = sorted(name for name, folder in entries if folder and name not in names)
+    others = sorted(set(folders) - set(names))
     if others:
         notes.append(f"{root}: folders other than the splits are skipped: {first_few(others)}")
     train = scan(splits["train"])
@@ -545,20 +509,31 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
     total = len(labels)
     if total < 2 * task.outputs:
         raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
-    fraction = max(_HOLD_OUT_FRACTION, 1 / total)
+    fraction = max(HELD_OUT, 1 / total)
     strata = task.strata(labels).numpy()
-    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=_HOLD_OUT_SEED)
+    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=0)
     each = " of each class" if task.kind == "classes" else ""
-    note = f"{why}: a fixed {_HOLD_OUT_FRACTION:.0%}{each} is the test set, {len(held)} of {total} images"
+    note = f"{why}: a fixed {HELD_OUT:.0%}{each} is the test set, {len(held)} of {total} images"
     return kept, held, note
 
 
-def _entries(folder: Path, passed: PassedOver) -> list[tuple[str, bool]]:
-    """Return the entries of a folder, and whether each is a folder, without hidden and system entries."""
+def _entries(folder: Path, passed: PassedOver) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """Return the folders and the files in a folder, without hidden and system entries.
+
+    Adds the system folders to `passed`. Raises RefusedError if the folder cannot be read.
+    """
+    folders, files = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
     try:
-        with os.scandir(folder) as found:
-            entries = [(entry.name, leads_to_folder(entry)) for entry in found if not entry.name.startswith(".")]
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if not leads_to_folder(entry):
+                    files.append(entry)
+                elif entry.name.lower() in SYSTEM_FOLDERS:
+                    passed.system[entry.name] += 1
+                else:
+                    folders.append(entry)
     except OSError as error:
         raise unreadable(folder, error) from error
-    passed.system.update(name for name, is_folder in entries if is_folder and name.lower() in SYSTEM_FOLDERS)
-    return [(name, folder) for name, folder in entries if not folder or name.lower() not in SYSTEM_FOLDERS]
+    return folders, files

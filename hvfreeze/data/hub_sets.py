@@ -20,13 +20,15 @@ from PIL import Image
 from hvfreeze.data.folders import held_out_rows
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.split_names import split_of
-from hvfreeze.data.table_files import PARQUET, Table, one_line, text_of
+from hvfreeze.data.table_files import PARQUET, Table, text_of
 from hvfreeze.data.tables import (
     LABEL,
     Chosen,
     Columns,
     Labels,
     Rows,
+    column_for,
+    label_columns,
     labels_for_model,
     labels_in,
     usual,
@@ -36,6 +38,7 @@ from hvfreeze.data.tables import (
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
+from hvfreeze.wording import reason_in_a_line
 
 BETWEEN = "\x1f"
 """Delimiter of the labels in a cell that holds a list."""
@@ -103,7 +106,9 @@ def load(name: str) -> dict[str, Any]:
         else:
             found = library.load_dataset(str(path.absolute()))
     except Exception as error:  # the library raises errors of many kinds on damaged data
-        raise RefusedError(f"--data ({name}) cannot be read as a dataset: {one_line(error)}; restore it") from error
+        raise RefusedError(
+            f"--data ({name}) cannot be read as a dataset: {reason_in_a_line(error)}; restore it"
+        ) from error
     return dict(found) if isinstance(found, Mapping) else {"train": found}
 
 
@@ -156,8 +161,9 @@ def open_test(name: str, columns: Columns, kind: str, names: tuple[str, ...]) ->
 def open_images(name: str, columns: Columns) -> HubImages:
     """Return the images of the test split, or of the only one."""
     found = load(name)
-    data = found[tested_part(found)]
-    return HubImages(data, image_column(name, data.features, columns), np.arange(len(data)))
+    part = tested_part(found)
+    data = found[part]
+    return HubImages(data, image_column(table_of(name, part, data), data, columns), np.arange(len(data)))
 
 
 def tested_part(found: Mapping[str, Any]) -> str:
@@ -166,13 +172,23 @@ def tested_part(found: Mapping[str, Any]) -> str:
     return next((splits[split] for split in ("test", "val") if split in splits), next(iter(found)))
 
 
-def image_column(name: str, features: Mapping[str, Any], columns: Columns) -> str:
+def table_of(name: str, split: str, data: Any) -> Table:
+    """Return a split as a table."""
+    return Table(
+        path=Path(f"{name} {split}"),
+        names=tuple(data.features),
+        column=lambda key: cells_of(data, key),
+        lines=range(1, len(data) + 1),
+        unit="row",
+    )
+
+
+def image_column(table: Table, data: Any, columns: Columns) -> str:
     """Return the column with images. Raises UsageError if none is known, or the named one has none."""
-    column = columns.image or single(name, "image", columns_with(features, "Image"), features)
-    if column not in features:
-        raise UsageError(f"--image-column ({column}) is not a column of {name}, which has {', '.join(features)}")
-    if type(features[column]).__name__ != "Image":
-        raise UsageError(f"--image-column ({column}) of {name} holds {features[column]}, not images")
+    typed = [key for key, feature in data.features.items() if type(feature).__name__ == "Image"]
+    column = column_for(table, "image", columns.image, typed)
+    if column not in typed:
+        raise UsageError(f"--image-column ({column}) of {table.path} holds {data.features[column]}, not images")
     return column
 
 
@@ -184,25 +200,11 @@ def splits_of(found: Mapping[str, Any]) -> dict[str, str]:
 
 def rows_of(name: str, split: str, data: Any, columns: Columns) -> Rows:
     """Return the labels of a split as table cells."""
-    features = data.features
-    image = image_column(name, features, columns)
-    typed = [key for key in features if is_class_label(features[key])]
-    table = Table(
-        path=Path(f"{name} {split}"),
-        names=tuple(features),
-        column=lambda key: cells_of(data, key),
-        lines=range(1, len(data) + 1),
-        unit="row",
-    )
-    if columns.label is not None:
-        labels = tuple(columns.label.split(","))
-    else:
-        known = typed if len(typed) == 1 else usual(table, LABEL)
-        labels = (single(name, "label", known, features),)
-    for key in labels:
-        if key not in features:
-            raise UsageError(f"--label-column ({key}) is not a column of {name}, which has {', '.join(features)}")
-    cells = list(zip(*(table.column(key) for key in labels)))
+    table = table_of(name, split, data)
+    image = image_column(table, data, columns)
+    typed = [key for key, feature in data.features.items() if class_names(feature) is not None]
+    labels = label_columns(table, columns, typed if len(typed) == 1 else usual(table, LABEL))
+    cells = list(zip(*map(table.column, labels)))
     return Rows(table, Chosen(image, labels, None), list(range(len(data))), [""] * len(data), cells)
 
 
@@ -227,8 +229,7 @@ def labels_of(rows: Rows, data: Any, columns: Columns) -> Labels:
 
 def cells_of(data: Any, key: str) -> list[str]:
     """Return a column as text: names of classes, and all entries of lists."""
-    feature = data.features[key]
-    names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+    names = class_names(data.features[key])
 
     def text(value: Any) -> str:
         if names is not None and isinstance(value, int):
@@ -240,19 +241,9 @@ def cells_of(data: Any, key: str) -> list[str]:
     return [BETWEEN.join(map(text, value)) if isinstance(value, (list, tuple)) else text(value) for value in values]
 
 
-def is_class_label(feature: Any) -> bool:
-    """Return True if a column has classes or lists of classes."""
-    return hasattr(feature, "names") or hasattr(getattr(feature, "feature", None), "names")
-
-
-def columns_with(features: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the columns of type `kind`."""
-    return [key for key, feature in features.items() if type(feature).__name__ == kind]
-
-
-def single(name: str, what: str, found: Sequence[str], features: Mapping[str, Any]) -> str:
-    """Return the only column for `what`. Raises UsageError if there are none, or several."""
-    if len(found) == 1:
-        return found[0]
-    why = f"has several columns for the {what}: {', '.join(found)}" if found else f"has no column for the {what}"
-    raise UsageError(f"--data ({name}) {why}; name it with --{what}-column (columns: {', '.join(features)})")
+def class_names(feature: Any) -> Sequence[str] | None:
+    """Return the names of the classes of a column with classes or lists of classes; None for another column."""
+    names: Sequence[str] | None = getattr(feature, "names", None) or getattr(
+        getattr(feature, "feature", None), "names", None
+    )
+    return names

@@ -38,9 +38,9 @@ from hvfreeze.data.reading import (
     turn_in_header,
 )
 from hvfreeze.errors import RefusedError
+from hvfreeze.wording import first_few
 
 T = TypeVar("T")
-MOST_LISTED = 10
 
 
 class BrokenImagesError(RefusedError):
@@ -57,9 +57,7 @@ class BrokenImagesError(RefusedError):
 
 def listed(reasons: Sequence[str]) -> str:
     """Return the first messages about images, without their remedies, and the number of the others."""
-    more = len(reasons) - MOST_LISTED
-    shown = "; ".join(reason.partition(";")[0] for reason in reasons[:MOST_LISTED])
-    return shown + (f"; and {more} more" if more > 0 else "")
+    return first_few([reason.partition(";")[0] for reason in reasons], between="; ")
 
 
 def load_all(*loads: Callable[[], T]) -> list[T]:
@@ -147,8 +145,6 @@ class FileSource:
     """Whether a probed image is not square."""
     odd: Mapping[str, int] | None = None
     """The result of `count_odd` for all files; None computes it on demand."""
-    decoded: dict[int, PixelArray] = field(default_factory=dict)
-    """Pixels that `decode` returns without reading the file, once."""
 
     def decode(self, row: int) -> PixelArray:
         """Return the (C, H, W) uint8 pixels of one image.
@@ -157,9 +153,6 @@ class FileSource:
             RefusedError: the file is unreadable or damaged; names it.
             UsageError: the image has another size than the others, without --image-size; names the file.
         """
-        known = self.decoded.pop(row, None)
-        if known is not None:
-            return known
         # A string: making a Path takes a tenth of the time of decoding a small image.
         path = os.path.join(self.root, self.paths[row])
         image = read_rgb(path, reading=self.reading, side=self.side)
@@ -226,8 +219,6 @@ def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[
 
 PNG_OPAQUE = (0, 2, 3)
 """Colour types of a PNG file without an alpha channel."""
-WEBP_ALPHA = 0x10
-"""Bit of a lossless WebP header, in the last byte of its height, that announces an alpha channel."""
 JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of the segment of a JPEG file that holds its height and width."""
 HEAD_BYTES = 4096
@@ -246,7 +237,8 @@ def is_plain(head: bytes) -> bool:
         plain = whole and head[24] <= 8 and head[25] in PNG_OPAQUE
         return plain and not any(chunk in head for chunk in (*PNG_TEXTS, b"tRNS", b"acTL"))
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        return head[12:16] == b"VP8 " or (head[12:16] == b"VP8L" and len(head) > 24 and not head[24] & WEBP_ALPHA)
+        # A bit in the last byte of a lossless file's height announces an alpha channel.
+        return head[12:16] == b"VP8 " or (head[12:16] == b"VP8L" and len(head) > 24 and not head[24] & 0x10)
     place = 2 if head[:2] == b"\xff\xd8" else len(head)
     while place + 4 <= len(head) and head[place] == 0xFF:
         marker, length = head[place + 1], int.from_bytes(head[place + 2 : place + 4], "big")

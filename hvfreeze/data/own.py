@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,20 @@ from hvfreeze.data.reading import (
     USUAL,
     PixelArray,
     Reading,
-    Sizes,
     TooLargeError,
     allow_large_images,
-    is_oblong,
-    notes_on_crop,
-    one_shape,
     picture_of,
     sized_pixels,
     to_rgb,
     too_large,
     turn_of,
 )
-from hvfreeze.data.shards import evenly
+from hvfreeze.data.sizes import ImageSizes, Size, rows_probed
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.tasks import TASKS, find_odd_weight
+from hvfreeze.row_weights import find_odd_weight
+from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF, call, code_sha256, is_named_code, told
-from hvfreeze.wording import plural
-
-PROBES = 64
+from hvfreeze.wording import plural, reason_in_a_line
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +65,7 @@ class DatasetSource:
         return sized_pixels(rgb, side=self.side, image_shape=self.image_shape, reading=self.reading, place=place)
 
     def identity(self, *, local: bool) -> str:
-        """Return a digest of the code, of `PROBES` evenly spaced images, and of the dataset's `version`.
+        """Return a digest of the code, of `rows_probed`, and of the dataset's `version`.
 
         With `local`, for cache rows, it depends on the reading if the dataset returns PIL images: the reading may
         change any of them.
@@ -80,7 +76,7 @@ class DatasetSource:
         digest = hashlib.sha256(f"{name} {code} {self.image_shape} {self.side}".encode())
         digest.update(f"{len(self.dataset)} {getattr(self.dataset, 'version', '')}".encode())
         pictures = False
-        for row in probes(self.dataset):
+        for row in rows_probed(len(self.dataset)):
             # Loading the pixels reports all broken images together.
             with suppress(RefusedError):
                 digest.update(self.decode(row).tobytes())
@@ -149,15 +145,15 @@ def open_own(
     broken = [reason for _, reasons in labels.values() for reason in reasons.values()]
     if broken and not skip_bad:
         raise BrokenImagesError(broken)
-    counts = Sizes()
-    looks = {split: look(name, dataset, counts, reading=reading) for split, dataset in made.items()}
-    sizes = {size: f"{split} {row}" for split, (found, _) in looks.items() for size, row in found.items()}
-    unequal = image_size is None and len(sizes) > 1 and side_if_unequal is not None
-    wanted = side_if_unequal if unequal else image_size
-    shape, side = one_shape(sizes, wanted, fit=reading.fit, told=f"--data ({name}): ")
-    cut = notes_on_crop(counts, side=side, fit=reading.fit)
-    if unequal:
-        cut = [note_on_unequal(side), *cut]
+    sizes, special = ImageSizes(), {split: Counter[str]() for split in made}
+
+    def look(split: str, row: int) -> tuple[Size, str]:
+        rgb = read_image(name, made[split], row, reading=reading, special=special[split])
+        return (rgb.height, rgb.width), f"{split} sample {row}"
+
+    for split, dataset in made.items():
+        sizes.probe(len(dataset), partial(look, split))
+    shape, side, cut = sizes.one_shape(image_size, fit=reading.fit, default=side_if_unequal, told=f"--data ({name}): ")
     return {
         split: OwnSplit(
             kind=kind,
@@ -167,7 +163,7 @@ def open_own(
                 image_shape=shape,
                 side=side,
                 reading=reading,
-                oblong=is_oblong(counts),
+                oblong=sizes.oblong,
             ),
             labels=labels[split][0],
             broken=labels[split][1],
@@ -177,18 +173,13 @@ def open_own(
             notes=[
                 *(cut if split == "train" else []),
                 *(
-                    f"of {plural(len(probes(dataset)), f'{split} image')} probed, {n} {what}"
-                    for what, n in looks[split][1]
+                    f"of {plural(len(rows_probed(len(dataset))), f'{split} image')} probed, {n} {what}"
+                    for what, n in special[split].items()
                 ),
             ],
         )
         for split, dataset in made.items()
     }
-
-
-def note_on_unequal(side: int | None) -> str:
-    """Return a log line on images that are resized to squares because they differ in size."""
-    return f"images differ in size: resizing to {side}x{side} pixels; use --image-size for another side"
 
 
 def make(name: str, directory: str | None, split: str) -> Any:
@@ -198,37 +189,6 @@ def make(name: str, directory: str | None, split: str) -> Any:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or len(dataset) == 0:
         raise RefusedError(f"--data ({name}) must return a Dataset with a length above 0, not {type(dataset).__name__}")
     return dataset
-
-
-def probes(dataset: Any) -> list[int]:
-    """Return the rows of at most `PROBES` evenly spaced samples."""
-    rows: list[int] = evenly(np.arange(len(dataset)), PROBES).tolist()
-    return rows
-
-
-def look(
-    name: str, dataset: Any, counts: Sizes, *, reading: Reading
-) -> tuple[dict[tuple[int, int], str], list[tuple[str, int]]]:
-    """Return the distinct (height, width) of `probes`, each with an example, and counts of special conversions.
-
-    Adds the number of images of each size to `counts`. Skips unreadable samples: loading the pixels reports them all.
-
-    Raises:
-        RefusedError: all probed samples are unreadable.
-    """
-    sizes: dict[tuple[int, int], str] = {}
-    special: Counter[str] = Counter()
-    refusal: RefusedError | None = None
-    for row in probes(dataset):
-        try:
-            rgb = read_image(name, dataset, row, reading=reading, special=special)
-            sizes.setdefault((rgb.height, rgb.width), f"sample {row}")
-            counts[rgb.height, rgb.width] += 1
-        except RefusedError as error:
-            refusal = refusal or error
-    if refusal is not None and not sizes:
-        raise refusal
-    return sizes, list(special.items())
 
 
 Label = int | float | list[float]
@@ -384,5 +344,5 @@ def read_image(
         return to_rgb(image, reading=reading)
     # Pillow may decode the file only here, and raises errors of many kinds on a damaged one.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason_in_a_line(error)
         raise RefusedError(f"--data ({name}): the image of sample {row} cannot be used: {reason}") from error

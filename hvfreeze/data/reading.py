@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import HF, is_named_code
-from hvfreeze.wording import plural
 
 PixelArray = NDArray[np.uint8]
 READING = 4
@@ -64,7 +61,7 @@ def reading_of(data: DataConfig) -> Reading:
 
 
 USUAL = Reading()
-ORIENTATION = 0x0112
+ORIENTATION = ExifTags.Base.Orientation
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -82,8 +79,6 @@ JPEG = ("JPEG", "MPO")
 """Formats whose decoder can reduce the scale."""
 WHOLE_SIDE = 512
 """Side in pixels up to which images are always decoded whole."""
-SPARE_FACTOR = 2
-"""Least ratio of the side of a reduced image to the side that it is resized to."""
 COLOUR_OF_16_BITS = re.compile("[A-Z]{2,4};16[BLN]")
 """Pillow's names of 16-bit colour channels in a file."""
 
@@ -153,8 +148,6 @@ DICOM_OFFSET, DICOM = 128, b"DICM"
 """Offset and value of the bytes that mark DICOM files."""
 DICOM_SUFFIXES = (".dcm", ".dicom")
 CONVERT_DICOM = "convert DICOM files to PNG, for example with pydicom or dcmj2pnm"
-SAMPLES_PER_PIXEL, EXTRA_SAMPLES = 277, 338
-"""Tags of TIFF files."""
 
 
 def unsupported_kind(path: str | Path) -> str:
@@ -167,7 +160,7 @@ def unsupported_kind(path: str | Path) -> str:
             tags: Any = TiffImagePlugin.ImageFileDirectory_v2(head[:8])
             file.seek(tags.next)
             tags.load(file)
-            if (channels := tags.get(SAMPLES_PER_PIXEL, 1)) > 3:
+            if (channels := tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)) > 3:
                 return too_many_channels(channels)
     return ""
 
@@ -182,9 +175,9 @@ def check_channels(image: Image.Image) -> None:
     drop.
     """
     tags: Any = getattr(image, "tag_v2", None) or {}
-    extra = tags.get(EXTRA_SAMPLES, ()) if image.format == "TIFF" else ()
+    extra = tags.get(TiffImagePlugin.EXTRASAMPLES, ()) if image.format == "TIFF" else ()
     extra = extra if isinstance(extra, tuple) else (extra,)
-    if 0 in extra and (channels := tags.get(SAMPLES_PER_PIXEL, 1)) > 3:
+    if 0 in extra and (channels := tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)) > 3:
         raise UnknownRangeError(f"it {too_many_channels(channels)}")
 
 
@@ -243,12 +236,12 @@ def reduce(image: Image.Image, side: int) -> None:
     photograph of 12 megapixels.
     """
     if is_reduced(image, side):
-        image.draft(None, (SPARE_FACTOR * side, SPARE_FACTOR * side))
+        image.draft(None, (2 * side, 2 * side))
 
 
 def is_reduced(image: Image.Image, side: int) -> bool:
-    """Return True for a large JPEG file with at least `SPARE_FACTOR` times `side` pixels a side at half its size."""
-    return image.format in JPEG and max(image.size) > WHOLE_SIDE and min(image.size) >= 2 * SPARE_FACTOR * side
+    """Return True for a large JPEG file that has at least twice `side` pixels a side at half its size."""
+    return image.format in JPEG and max(image.size) > WHOLE_SIDE and min(image.size) >= 4 * side
 
 
 def _in_rgb(image: Image.Image, *, version: int) -> Image.Image:
@@ -368,50 +361,6 @@ def fitted(image: Image.Image, height: int, width: int, *, reading: Reading = US
     if (part_height, part_width) == (height, width):
         return image.crop(box)
     return image.resize((width, height), reading.filter, box=box)
-
-
-Sizes = Counter[tuple[int, int]]
-"""Number of probed images per (height, width)."""
-
-
-def one_shape(
-    sizes: Mapping[tuple[int, int], str], image_size: int | None, *, fit: str = "crop", told: str = ""
-) -> tuple[tuple[int, int, int], int | None]:
-    """Return the (C, H, W) of decoded images, and the side of their squares; None if they keep their size.
-
-    `sizes` are the distinct (height, width) of probed images, each with an example. The side of squares is
-    `image_size`, or the side of the part that they take of the images if that is smaller.
-
-    Raises:
-        UsageError: images differ in size and `image_size` is None; the message begins with `told`.
-    """
-    if image_size is None and len(sizes) > 1:
-        shown = " and ".join(f"{place} ({width}x{height})" for (height, width), place in list(sizes.items())[:2])
-        raise UsageError(f"{told}images differ in size: {shown}; use --image-size SIDE to resize them all")
-    taken = min if fit == "crop" else max
-    side = None if image_size is None else min(image_size, max(taken(size) for size in sizes))
-    return (3, side, side) if side else (3, *next(iter(sizes))), side
-
-
-def is_oblong(sizes: Sizes) -> bool:
-    """Return True if an image is not square."""
-    return any(height != width for height, width in sizes)
-
-
-def notes_on_crop(sizes: Sizes, *, side: int | None, fit: str) -> list[str]:
-    """Return a log line on the cropped area, if an image loses 1 % or more."""
-    lost = {size: 1 - min(size) / max(size) for size in sizes}
-    cut = [size for size in sizes if lost[size] >= LEAST_LOST]
-    if side is None or fit != "crop" or not cut:
-        return []
-    count = sum(sizes[size] for size in cut)
-    share = sum(lost[size] * sizes[size] for size in cut) / count
-    note = f"--image-size crops to the centre square: of {plural(sizes.total(), 'image')} probed, {count} lose"
-    return [f"{note}{'s' if count == 1 else ''} {share:.0%} of their area; use --fit squash or --fit pad to keep it"]
-
-
-LEAST_LOST = 0.01
-"""Least cropped share of an image's area that is logged."""
 
 
 def sized_pixels(

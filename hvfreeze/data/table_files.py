@@ -12,13 +12,10 @@ from typing import Any
 
 from hvfreeze.data.reading import unreadable
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.wording import reason_in_a_line
 
 MOST_BYTES = 2**30
 PARQUET = ".parquet"
-MOST_SHOWN = 80
-"""Characters of a cell or line that a message shows."""
-MOST_COLUMNS = 12
-"""Number of columns that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +38,6 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def names_in_words(self) -> str:
-        """Return the column names for messages."""
-        more = len(self.names) - MOST_COLUMNS
-        return ", ".join(self.names[:MOST_COLUMNS]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_table(path: Path) -> Table:
@@ -105,7 +97,7 @@ def read_parquet(path: Path) -> Table:
         file = parquet.ParquetFile(path)
         names, rows = tuple(map(str, file.schema_arrow.names)), file.metadata.num_rows
     except Exception as error:  # a damaged file makes pyarrow raise errors of many kinds
-        raise RefusedError(f"table {path} cannot be read as Parquet ({one_line(error)}); restore it") from error
+        raise RefusedError(f"table {path} cannot be read as Parquet ({reason_in_a_line(error)}); restore it") from error
     if not rows:
         raise RefusedError(f"table {path} has no rows")
 
@@ -113,7 +105,7 @@ def read_parquet(path: Path) -> Table:
         try:
             cells = file.read(columns=[name]).column(0).to_pylist()
         except Exception as error:
-            raise RefusedError(f"table {path}, column {name}: {one_line(error)}; restore the file") from error
+            raise RefusedError(f"table {path}, column {name}: {reason_in_a_line(error)}; restore the file") from error
         odd = next((row for row, cell in enumerate(cells) if isinstance(cell, (dict, list, bytes))), None)
         if odd is not None:
             hint = "" if isinstance(cells[odd], list) else "; for files with images inside use --data hf:FILE"
@@ -140,8 +132,3 @@ def text_of(cell: Any) -> str:
     if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     return str(cell).strip()
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's text on one line."""
-    return " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvfreeze.data.folders import Folders, Listing, first_few, folders_of, hold_out, looks_of, meant_by
+from hvfreeze.data.folders import Folders, Listing, folders_of, hold_out, looks_of, meant_by
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.tasks import find_odd_weight
-from hvfreeze.wording import plural
+from hvfreeze.row_weights import find_odd_weight
+from hvfreeze.wording import first_few, plural
 
 IMAGE = (
     "image",
@@ -49,8 +49,6 @@ NONE = "none"
 MISSING = ("", "nan")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 WHOLE = re.compile(r"(\d+)(?:\.0*)?")
-MOST_MISSING = 3
-"""Number of missing files that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,47 +229,47 @@ def list_for_evaluation(path: Path, columns: Columns) -> Rows:
 def images_in(path: Path, columns: Columns) -> list[Path]:
     """Return the images of a table in its order; labels are optional."""
     table = read_table(path)
-    return [path.parent / cell for cell in table.column(column_for(table, "image", columns.image, IMAGE))]
+    return [path.parent / cell for cell in table.column(column_for(table, "image", columns.image, usual(table, IMAGE)))]
 
 
 def choose_columns(table: Table, columns: Columns) -> Chosen:
     """Return the chosen columns: the named ones, else those with usual names."""
-    image = column_for(table, "image", columns.image, IMAGE)
+    image = column_for(table, "image", columns.image, usual(table, IMAGE))
     split = None
     if columns.split is None:
         found = usual(table, SPLIT)
         split = found[0] if len(found) == 1 else None
     elif columns.split != NONE:
-        split = column_for(table, "split", columns.split, SPLIT)
-    if columns.label is not None:
-        labels = tuple(next(csv.reader([columns.label], skipinitialspace=True)))
-        for name in labels:
-            check_column(table, "label", name)
-    else:
-        known = usual(table, LABEL)
-        if not known and columns.task in ("labels", "numbers"):
-            known = [name for name in table.names if name not in (image, split, columns.weight)]
-            labels = tuple(known)
-        else:
-            labels = (column_for(table, "label", None, LABEL),)
-    if len(set(labels)) < len(labels) or not labels:
+        split = column_for(table, "split", columns.split, [])
+    known = usual(table, LABEL)
+    if columns.label is None and not known and columns.task in ("labels", "numbers"):
+        others = (image, split, columns.weight)
+        return Chosen(image, tuple(name for name in table.names if name not in others), split)
+    return Chosen(image, label_columns(table, columns, known), split)
+
+
+def label_columns(table: Table, columns: Columns, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the named label columns, else the only one of `known`."""
+    if columns.label is None:
+        return (column_for(table, "label", None, known),)
+    labels = tuple(next(csv.reader([columns.label], skipinitialspace=True)))
+    for name in labels:
+        check_column(table, "label", name)
+    if len(set(labels)) < len(labels):
         raise UsageError(f"--label-column ({columns.label}) must name different columns")
-    return Chosen(image, labels, split)
+    return labels
 
 
-def column_for(table: Table, what: str, named: str | None, names: Sequence[str]) -> str:
-    """Return the named column, else the one with a usual name."""
-    if named is not None:
-        check_column(table, what, named)
-        return named
-    found = usual(table, names)
-    if len(found) != 1:
-        why = f"has several columns for the {what}: {', '.join(found)}" if found else f"has no column named {names[0]}"
+def column_for(table: Table, what: str, named: str | None, known: Sequence[str]) -> str:
+    """Return the named column, else the only one of `known`."""
+    if named is None and len(known) != 1:
+        why = f"several columns for the {what}: {', '.join(known)}" if known else f"no column named {what}"
         raise UsageError(
-            f"table {table.path} {why}; name the column with --{what}-column (columns: {table.names_in_words()})"
+            f"{table.path} has {why}; name the column with --{what}-column (columns: {first_few(table.names)})"
         )
-    check_column(table, what, found[0])
-    return found[0]
+    column = known[0] if named is None else named
+    check_column(table, what, column)
+    return column
 
 
 def weight_column(table: Table, chosen: Chosen, columns: Columns) -> str | None:
@@ -281,10 +279,10 @@ def weight_column(table: Table, chosen: Chosen, columns: Columns) -> str | None:
     """
     if columns.weight == NONE:
         return None
-    others = (chosen.image, chosen.split, *chosen.labels)
-    if columns.weight is None and not any(name not in others for name in usual(table, WEIGHT)):
+    others, known = (chosen.image, chosen.split, *chosen.labels), usual(table, WEIGHT)
+    if columns.weight is None and not any(name not in others for name in known):
         return None
-    return column_for(table, "weight", columns.weight, WEIGHT)
+    return column_for(table, "weight", columns.weight, known)
 
 
 def weights_in(rows: Rows, column: str) -> NDArray[np.float64]:
@@ -310,7 +308,7 @@ def check_column(table: Table, what: str, name: str) -> None:
     count = table.names.count(name)
     if count != 1:
         why = "is not a column" if count == 0 else f"is the name of {count} columns"
-        raise UsageError(f"--{what}-column ({name}) {why} of {table.path}, which has {table.names_in_words()}")
+        raise UsageError(f"--{what}-column ({name}) {why} of {table.path}, which has {first_few(table.names)}")
 
 
 def usual(table: Table, names: Sequence[str]) -> list[str]:
@@ -502,11 +500,12 @@ def files_at(rows: Rows, root: Path) -> tuple[NDArray[np.int64], NDArray[np.int6
                 known[path] = 0, 0
                 missing.append(row)
     if missing:
-        shown = "; ".join(
+        shown = [
             f"{rows.table.place(rows.numbers[row], rows.chosen.image)}: {root / rows.paths[row]} does not exist"
-            for row in missing[:MOST_MISSING]
+            for row in missing
+        ]
+        raise RefusedError(
+            f"{first_few(shown, between='; ')}; paths are relative to --data-dir, by default the folder of the table"
         )
-        more = f"; and {len(missing) - MOST_MISSING} more" if len(missing) > MOST_MISSING else ""
-        raise RefusedError(f"{shown}{more}; paths are relative to --data-dir, by default the folder of the table")
     found = np.array([known[path] for path in rows.paths], np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]

@@ -19,12 +19,6 @@ from hvfreeze.errors import RefusedError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Placeholder for all characters outside the model's vocabulary."""
-MOST_CHARACTERS = 255
-"""Largest vocabulary without `UNKNOWN`, so that a code fits a byte."""
-FEWEST_TIMES = 8
-"""Occurrences in the text below which a character is unknown."""
-TESTED = 10
-"""The last 1/TESTED of a text is the test set."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,10 +80,13 @@ def standard_library() -> tuple[str, str]:
 
 
 def characters_of(text: str) -> tuple[str, ...]:
-    """Return the vocabulary of `text` in the order of the codes; the last entry is `UNKNOWN`."""
+    """Return the vocabulary of `text` in the order of the codes; the last entry is `UNKNOWN`.
+
+    Characters with fewer than 8 occurrences are unknown, and all but the most frequent 255, so that a code fits a byte.
+    """
     counts = Counter(text)
     del counts[UNKNOWN]
-    known = [character for character, times in counts.most_common(MOST_CHARACTERS) if times >= FEWEST_TIMES]
+    known = [character for character, times in counts.most_common(255) if times >= 8]
     return (*sorted(known), UNKNOWN)
 
 
@@ -123,7 +120,7 @@ def split_text(directory: str | os.PathLike[str] | None, *, context: int) -> Tex
         RefusedError: the text cannot be read, or is too short for two test windows.
     """
     text, name = read_text(directory)
-    border = len(text) - len(text) // TESTED
+    border = len(text) - len(text) // 10
     # The vocabulary comes from the training part alone.
     characters = characters_of(text[:border])
     if len(text) - border < 2 * context + 1 or len(characters) < 2:

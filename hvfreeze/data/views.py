@@ -18,7 +18,6 @@ from torch.nn import functional
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.settings import parse_views
 from hvfreeze.data.shards import Bits, Ids, draw, two_below
-from hvfreeze.torchvision_shim import torchvision
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,19 @@ COLOURS = ("trivial-augment", "color-jitter")
 """Colour transforms of a crop, in this order."""
 
 TRANSFORMS = "torchvision.transforms.v2"
-"""Module of torchvision's transforms. Imported on demand: it loads torch's compiler, which is slower than torch."""
+"""Module of torchvision's transforms."""
 
 
-def version() -> str:
-    """Return torchvision's version, which determines the pixels of these transforms."""
-    return str(torchvision.__version__)
+def _torchvision() -> Any:
+    """Import torchvision, on demand: it takes longer than torch, and `hvfreeze predict` decodes images meanwhile."""
+    from hvfreeze.torchvision_shim import torchvision
+
+    return torchvision
+
+
+def _transforms() -> Any:
+    _torchvision()
+    return importlib.import_module(TRANSFORMS)
 
 
 def resized_crops(pixels: Tensor, *, seeds: Bits, height: int, width: int) -> Tensor:
@@ -79,7 +85,7 @@ def resized_crops(pixels: Tensor, *, seeds: Bits, height: int, width: int) -> Te
     Crops have 8 % to 100 % of the area and proportions between 3:4 and 4:3. Row i depends on `pixels[i]` and `seeds[i]`
     alone.
     """
-    v2 = importlib.import_module(TRANSFORMS)
+    v2 = _transforms()
     return each(v2.RandomResizedCrop((height, width), antialias=True), pixels, seeds)
 
 
@@ -87,7 +93,7 @@ def recoloured(pixels: Tensor, names: tuple[str, ...], *, seeds: Bits) -> Tensor
     """Apply the transforms `names` of `COLOURS` to (B, C, H, W) uint8; row i depends on its seed alone."""
     if not set(names) & set(COLOURS):
         return pixels
-    v2 = importlib.import_module(TRANSFORMS)
+    v2 = _transforms()
     known = {"trivial-augment": v2.TrivialAugmentWide, "color-jitter": lambda: v2.ColorJitter(**JITTER)}
     return each(v2.Compose([known[name]() for name in COLOURS if name in names]), pixels, seeds)
 
@@ -191,7 +197,7 @@ class Transform:
 
     def identity(self) -> str:
         """Return a text that determines the views of given pixels: equal texts give equal bits."""
-        library = version() if self.recipe != ("crop",) else ""
+        library = str(_torchvision().__version__) if self.recipe != ("crop",) else ""
         return json.dumps({"version": 2, "torchvision": library, **asdict(self)}, sort_keys=True)
 
 
@@ -232,7 +238,7 @@ def transform_for(
     larger = image_size is not None and min(height, width) > image_size
     if recipe != ("crop",):
         # Here rather than in a timed step.
-        importlib.import_module(TRANSFORMS)
+        _transforms()
     mean, std = statistics or (image_set.mean, image_set.std)
     return Transform(
         data_seed=data_seed,

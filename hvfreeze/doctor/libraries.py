@@ -1,6 +1,6 @@
-"""Facts about this machine's libraries, each gathered in a separate process because importing one may crash.
+"""Facts about this machine's libraries, gathered in other processes because importing a library may crash.
 
-`python -m hvfreeze.doctor.libraries NAME` prints the facts of one library as a JSON object; `probe(NAME)` runs that and
+`python -m hvfreeze.doctor.libraries NAME...` prints the facts of each library as a line of JSON; `probe` runs that and
 parses it.
 """
 
@@ -26,21 +26,37 @@ class Probe:
     error: str = ""
 
 
-def probe(name: str, *, timeout_seconds: float = 120.0) -> Probe:
-    """Return the facts of library `name` from a new process; a crash, an exception or a timeout becomes `error`."""
-    command = [sys.executable, "-m", "hvfreeze.doctor.libraries", name]
+def probe(*names: str, timeout_seconds: float = 120.0) -> dict[str, Probe]:
+    """Return the facts of libraries, imported one after the other in a new process.
+
+    A crash, an exception or a timeout becomes the `error` of the library that was being imported; the ones after it
+    are then imported in another process.
+    """
+    command = [sys.executable, "-m", "hvfreeze.doctor.libraries", *names]
     output, error = run_and_read(command, timeout_seconds=timeout_seconds)
-    return Probe(error=error) if error else Probe(facts=json.loads(output.splitlines()[-1]))
+    # A library may print lines too.
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    found = {name: Probe(json.loads(line)) for name, line in zip(names, lines)}
+    if not error:
+        return found
+    # The last library may also fail at the end of the process.
+    failed = min(len(lines), len(names) - 1)
+    later = names[failed + 1 :]
+    found[names[failed]] = Probe(error=error)
+    return found | (probe(*later, timeout_seconds=timeout_seconds) if later else {})
 
 
 def run_and_read(command: Sequence[str], *, timeout_seconds: float = 30.0) -> tuple[str, str]:
-    """Return the standard output of `command` and "", or "" and one line about its failure."""
+    """Return the standard output of `command`, and one line about its failure or ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except FileNotFoundError:
         return "", f"{command[0]} is not on the PATH"
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {timeout_seconds:.0f} s; if the machine is busy, try again"
+    except subprocess.TimeoutExpired as error:
+        # Its output is in bytes, whatever the arguments.
+        printed = error.stdout if isinstance(error.stdout, bytes) else b""
+        why = f"no answer within {timeout_seconds:.0f} s; if the machine is busy, try again"
+        return printed.decode(errors="replace"), why
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
@@ -115,7 +131,7 @@ def _loaded_mpi() -> str:
     return mpi_name(text.value.decode())
 
 
-PROBES: dict[str, Callable[[], dict[str, str]]] = {
+LIBRARIES: dict[str, Callable[[], dict[str, str]]] = {
     "torch": _torch,
     "torchvision": _torchvision,
     "horovod": _horovod,
@@ -124,4 +140,5 @@ PROBES: dict[str, Callable[[], dict[str, str]]] = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps(PROBES[sys.argv[1]]()))
+    for library in sys.argv[1:]:
+        print(json.dumps(LIBRARIES[library]()), flush=True)

@@ -223,18 +223,20 @@ def run_doctor() -> int:
 
 
 def local_checks() -> list[CheckResult]:
-    """Return all checks of this machine, in the order of the table; loading every library takes seconds."""
-    horovod = probe("horovod")
+    """Return all checks of this machine, in the order of the table; takes seconds."""
+    # After Horovod, mpi4py would load Horovod's MPI.
+    found = probe("torch", "torchvision", "horovod") | probe("mpi4py", "h5py")
+    horovod = found["horovod"]
     mpirun_text, mpirun_error = run_and_read(["mpirun", "--version"])
     return [
         check_python(sys.version_info[:3], executable=sys.executable),
-        check_torch(probe("torch")),
-        check_torchvision(probe("torchvision")),
+        check_torch(found["torch"]),
+        check_torchvision(found["torchvision"]),
         check_horovod(horovod),
         check_horovod_torch(horovod),
         check_mpirun(mpi_name(mpirun_text), error=mpirun_error, horovod=horovod),
-        check_mpi4py(probe("mpi4py"), horovod=horovod),
-        check_hdf5(probe("h5py")),
+        check_mpi4py(found["mpi4py"], horovod=horovod),
+        check_hdf5(found["h5py"]),
         check_cores(
             len(os.sched_getaffinity(0)),
             local_size=int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")),

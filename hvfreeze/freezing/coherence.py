@@ -324,13 +324,16 @@ class Coherence:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same cut."""
+        """Load a `state_dict` of the same cut, or its peaks alone, which start again at that cut."""
+        self.peaks = list(state["peaks"])
+        if "steps" not in state:
+            self.turn = 0
+            return
         self.steps, self.turn = state["steps"], state["turn"]
         self.probes = [tuple(tuple(row) for row in rows) for rows in state["looks"]]
         self.intervals, self.next_probe = state["intervals"], state["next_look"]
         self.latest = [list(row) for row in state["latest"]]
         self.complete = [tuple(tuple(row) for row in rows) for rows in state["complete"]]
-        self.peaks = list(state["peaks"])
         self._kept = {name: tensor.clone() for name, tensor in state["kept"].items()}
         # Checkpoints of earlier versions have none.
         self.parts = [{name: tensor.clone() for name, tensor in part.items()} for part in state.get("parts", [])]
@@ -365,12 +368,6 @@ class Coherence:
                 rate = rate_of(self.optimizer, group, elements=parameter.numel(), norm=math.sqrt(square))
                 gains[self._blocks[name]] += rate * product
         return gains
-
-
-def nothing_sampled() -> dict[str, Any]:
-    """Return the state of a `Coherence` at the begin of the first interval at a cut, with its peaks."""
-    probed = {"looks": [], "intervals": 0, "next_look": 2, "parts": []}
-    return {"steps": 0, "turn": 0, "latest": [], "complete": [], "kept": {}, **probed}
 
 
 def summed(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from hvfreeze.comm.replica_sync import StatisticsAverage
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
-from hvfreeze.freezing.coherence import Coherence, count_probe_steps, gap, nothing_sampled
+from hvfreeze.freezing.coherence import Coherence, count_probe_steps, gap
 from hvfreeze.freezing.criteria import Evidence, Proposer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
-from hvfreeze.freezing.gradients import GradientSums, Join, Observations, nothing_observed
+from hvfreeze.freezing.gradients import GradientSums, Join, Observations
 from hvfreeze.freezing.settings import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.freezing.vote import Decision, Voter, hold_vote, voting_weight
 from hvfreeze.model.blocks import Chain
@@ -258,11 +258,14 @@ class Freezer:
         """Load a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
         self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
-        # Checkpoints of earlier versions, and those for a job of another size, have none.
+        # A state for a job of another size has neither this nor observations; nor had earlier checkpoints this.
         self._averaged = state.get("averaged", 0)
         known = self._proposers
         known.update({name: Proposer(name, *values) for name, values in state["tracks"].items() if name in known})
-        self._seen.load_state_dict(state)
+        if "sums" in state:
+            self._seen.load_state_dict(state)
+        else:
+            self._begin_interval()
         if self._coherence is not None and "coherence" in state:
             self._coherence.load_state_dict(state["coherence"])
         self.prefix.unseal()
@@ -278,17 +281,13 @@ class Freezer:
         forgetful = {name: Proposer(name) for name in state["tracks"]}
         for name, (cut, *_) in state["tracks"].items():
             forgetful[name].moved(cut)
+        peaks = {"coherence": {"peaks": state["coherence"]["peaks"]}} if "coherence" in state else {}
         return {
-            **nothing_observed(state["cut"]),
             "step": restep(state["step"]),
             "cut": state["cut"],
             "cut_history": [list(move._replace(step=restep(move.step))) for move in moves],
             "tracks": {name: proposer.state() for name, proposer in forgetful.items()},
-            **(
-                {"coherence": {**nothing_sampled(), "peaks": state["coherence"]["peaks"]}}
-                if "coherence" in state
-                else {}
-            ),
+            **peaks,
         }
 
     def average_statistics(self) -> None:

@@ -167,9 +167,3 @@ class Observations:
         self.sums.load_state_dict(state["sums"])
         self.norms = [tuple(norms) for norms in state["norms"]]
         self.loss_sum, self.loss_steps = state["loss"]
-
-
-def nothing_observed(cut: int) -> dict[str, Any]:
-    """Return the state of `Observations` before the first step of the first interval at a cut."""
-    sums = {"cut": cut, "steps": 0, "squared_steps": 0.0, "sums": []}
-    return {"sums": sums, "norms": [], "loss": [0.0, 0]}

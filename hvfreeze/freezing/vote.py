@@ -69,11 +69,6 @@ def fixed_point(weight: float, largest: float) -> int:
     return round(weight / largest * WEIGHT_STEPS) if largest > 0 else 0
 
 
-def ballot(proposal: int, weight: int, *, deepest: int) -> list[int]:
-    """Return one rank's share of the tally: its weight for every cut 0..`deepest` that its proposal supports."""
-    return [weight if proposal >= cut else 0 for cut in range(deepest + 1)]
-
-
 def deepest_supported(tally: Sequence[int], *, quorum: float, cut: int) -> int:
     """Return the deepest cut whose tally reaches `quorum` of the total; `cut` if all weights are 0.
 
@@ -233,6 +228,6 @@ def exchange(
 
 
 def count(proposals: Sequence[int], cast: Sequence[int], *, deepest: int) -> list[int]:
-    """Return the summed weight that supports every cut 0..`deepest`."""
-    ballots = [ballot(proposal, weight, deepest=deepest) for proposal, weight in zip(proposals, cast, strict=True)]
-    return [sum(column) for column in zip(*ballots, strict=True)]
+    """Return the tally: for every cut 0..`deepest` the summed weight `cast` by the ranks whose proposal supports it."""
+    votes = list(zip(proposals, cast, strict=True))
+    return [sum(weight for proposal, weight in votes if proposal >= cut) for cut in range(deepest + 1)]

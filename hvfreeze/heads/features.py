@@ -21,35 +21,14 @@ from hvfreeze.model.steps import Call
 
 
 class EveryBlock:
-    """The outputs of all blocks but the head: maps pooled to at most `pool` x `pool` cells, tokens to their mean."""
-
-    def __init__(self, chain: Chain, *, pool: int, turned: bool) -> None:
-        """Take a chain of at least two blocks, `pool`, at least 1, and whether its maps have their channels last."""
-        self._blocks = chain.blocks[:-1]
-        self._pool = pool
-        self._channels_last = turned
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the concatenated features of the blocks, in forward order, (B, D) float32, for images (B, ...)."""
-        parts = []
-        for block in self._blocks:
-            images = block(images)
-            maps = images.permute(0, 3, 1, 2) if self._channels_last and images.dim() == 4 else images
-            parts.append(pooled(maps, self._pool))
-        return torch.cat(parts, 1)
-
-
-class EveryBlockInItsLayout:
-    """The outputs of all blocks but the head, for several layouts and for tokens that are not averaged.
-
-    This is separate from `EveryBlock`, because cached rows are keyed by the code that computed them.
-    """
+    """The outputs of all blocks but the head: maps pooled to at most `pool` x `pool` cells, tokens in one form."""
 
     def __init__(
         self, chain: Chain, *, pool: int, turned: Sequence[bool], tokens: str = "mean", sides: tuple[int, ...] = ()
     ) -> None:
-        """Take for each block but the last whether its output's last dimension belongs in the second place.
+        """Take a chain of at least two blocks, and `pool`, at least 1.
 
+        `turned` has for each block but the last whether its output's last dimension belongs in the second place.
         `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D); `sides` are the sides of images, (H,
         W).
         """
@@ -77,7 +56,7 @@ class EveryBlockInItsLayout:
 class MeanWithMirrorImage:
     """The mean of the features of an image and its horizontal flip, in two forward passes."""
 
-    def __init__(self, read: EveryBlock | EveryBlockInItsLayout) -> None:
+    def __init__(self, read: EveryBlock) -> None:
         """Take the function from images to features."""
         self._read = read
 
@@ -86,9 +65,7 @@ class MeanWithMirrorImage:
         return (self._read(images) + self._read(images.flip(3))) / 2
 
 
-def every_block(
-    chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean"
-) -> EveryBlock | EveryBlockInItsLayout:
+def every_block(chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean") -> EveryBlock:
     """Return the function from images to the features of all blocks but the last; `example`, (B, ...), gives the shape.
 
     `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D).
@@ -106,19 +83,8 @@ def every_block(
         )
     stops = range(1, len(chain.blocks))
     turned, swapped = channels_last(chain, stops, example=example), tokens_last(chain, stops, example=example)
-    if any(swapped) or len({known for known in turned if known is not None}) > 1 or tokens != "mean":
-        either = [bool(known) or odd for known, odd in zip(turned, swapped)]
-        return EveryBlockInItsLayout(
-            chain, pool=pool, turned=either, tokens=tokens, sides=() if tokens == "mean" else tuple(example.shape[2:])
-        )
-    return EveryBlock(chain, pool=pool, turned=any(turned))
-
-
-def part_of(read: EveryBlock | EveryBlockInItsLayout, number: int, output: Tensor) -> Tensor:
-    """Return the features of the output of block `number` by `read`, (B, K) float32."""
-    if isinstance(read, EveryBlockInItsLayout):
-        return read.part(number, output)
-    return pooled(output.permute(0, 3, 1, 2) if read._channels_last and output.dim() == 4 else output, read._pool)
+    either = [bool(known) or odd for known, odd in zip(turned, swapped)]
+    return EveryBlock(chain, pool=pool, turned=either, tokens=tokens, sides=tuple(example.shape[2:]))
 
 
 def read_tokens(output: Tensor, tokens: str, *, pool: int, sides: tuple[int, ...]) -> Tensor:

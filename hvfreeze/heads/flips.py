@@ -11,10 +11,9 @@ on dots to count, 1.05 to 1.15 on rotated images and 1.10 to 1.19 on photographs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.features import every_block
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.rows import RowsInMemory
+from hvfreeze.heads.solution import PenaltyTrial
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.tasks import Task
@@ -141,20 +141,16 @@ def find_out(
 
     def see() -> tuple[tuple[RowsInMemory, RowsInMemory], str]:
         features, seen = features_of(chain, torch.zeros(1, *image_shape), trained=trained)
-        # The first rank of a replica reads its samples.
-        own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
-        return rows_of(features, images, own, task, width=features(torch.zeros(1, *image_shape)).shape[1]), seen
+        return rows_of(
+            features, images, own_samples(feed, ids, place), task, width=features(torch.zeros(1, *image_shape)).shape[1]
+        ), seen
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
         rows, seen = raise_on_all_ranks(world, see, name="mirror")
-    fit = partial(fit_kernel, task=task, world=world, memory_bytes=0)
-    try:
-        fits = [fit(each) for each in rows]
-    except NumericsError:
-        # On all ranks; training reports the reason.
+    found = leave_one_out(rows, task=task, world=world)
+    if found is None:
         return None
-    with_flips, without = (None if found is None else found.chosen for found in fits)
-    assert with_flips is not None and without is not None, "fits without `watch` run to their end"
+    with_flips, without = found
     trial = FlipTrial(
         loss_with=with_flips.held_out_loss,
         loss_without=without.held_out_loss,
@@ -176,6 +172,25 @@ def some_samples(feed: TrainFeed) -> Ids | None:
         some = slice(None, None, -(-len(ids) // SAMPLES))
         ids = ids[stratified_subset(strata[ids], SAMPLES, seed=feed.plan.seed) if present <= SAMPLES else some]
     return ids
+
+
+def own_samples(feed: TrainFeed, ids: Ids, place: int) -> Ids:
+    """Return the samples of `ids` that this rank reads: the first rank of a replica reads those of its replica."""
+    return ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
+
+
+def leave_one_out(forms: Sequence[RowsInMemory], *, task: Task, world: World) -> list[PenaltyTrial] | None:
+    """Return the results of a kernel head for each form of the rows; None if a feature is NaN or Inf. Collective."""
+    found = []
+    for rows in forms:
+        try:
+            fit = fit_kernel(rows, task=task, world=world, memory_bytes=0)
+        except NumericsError:
+            # On all ranks; training reports the reason.
+            return None
+        assert fit is not None and fit.chosen is not None, "a fit without `watch` runs to its end"
+        found.append(fit.chosen)
+    return found
 
 
 def features_of(chain: Chain, example: Tensor, *, trained: bool) -> tuple[Features, str]:

@@ -312,31 +312,21 @@ class Problem:
         weights = self.rows.weights.double()
         # The first copy of the columns uses all rows, the second one excludes held-out rows.
         roots = [weights.sqrt(), weights.sqrt() * ~self.rows.held_out][:copies]
+        scale = torch.stack(roots, 1)[:, :, None]
         inverse = NystromInverse(rows, roots, penalty)
         give_back()
-        pieces = []
-        for columns in torch.arange(copies * outputs).split(columns_at_once(len(rows))):
-            copy = columns // outputs
-            scale = torch.stack(roots, 1)[:, copy]
 
-            def product(vectors: Tensor, scale: Tensor = scale) -> Tensor:
-                return gram.times(scale * vectors).double().mul_(scale).add_(vectors, alpha=penalty)
+        def scaled(vectors: Tensor) -> Tensor:
+            """Multiply each copy of the columns by its roots of weights."""
+            return torch.mul(scale, vectors.unflatten(1, (copies, outputs))).flatten(1)
 
-            pieces.append(
-                solve(
-                    product,
-                    scale * targets[:, columns % outputs],
-                    inverse=partial(inverse.times, which=copy),
-                    tolerance=self.tolerance,
-                    most_steps=self.most_steps,
-                    report=gram.report_error,
-                )
-            )
-        solved = Solved(
-            torch.cat([piece.vectors for piece in pieces], 1),
-            torch.cat([piece.residual for piece in pieces], 1),
-            max(piece.steps for piece in pieces),
-            max(piece.error for piece in pieces),
+        solved = solve(
+            lambda vectors: scaled(gram.times(scaled(vectors)).double()).add_(vectors, alpha=penalty),
+            scaled(targets.repeat(1, copies)),
+            inverse=inverse.times,
+            tolerance=self.tolerance,
+            most_steps=self.most_steps,
+            report=gram.report_error,
         )
         held_out = None
         if copies > 1:
@@ -438,21 +428,10 @@ class Problem:
         )
 
 
-MOST_NUMBERS = 2**24
-"""Largest size in numbers of the columns in one run of the solver: conjugate gradients then take 1 GB."""
-
-
-def columns_at_once(rows: int) -> int:
-    """Return the number of right-hand sides in one run of the solver for `rows` rows."""
-    return max(1, MOST_NUMBERS // max(1, rows))
-
-
 def solver_bytes(rows: int, columns: int, *, leads: bool) -> int:
     """Return the memory of the solver in bytes, with all rows as centres."""
-    at_once = min(columns, columns_at_once(rows))
-    # On rank 0 eight float64 vectors of the solver, and seven of the whole solution; on other ranks three float32
-    # vectors for products, and four for the head.
-    return rows * (64 * at_once + 56 * columns if leads else 12 * at_once + 16 * columns)
+    # On rank 0 sixteen float64 vectors, as measured; on others three float32 vectors for products, four for the head.
+    return rows * columns * (128 if leads else 28)
 
 
 def centres_bytes(centres: int, columns: int, *, rows: int, leads: bool) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.heads.solution import Stopped
-
-T = TypeVar("T")
+from hvfreeze.heads.requested_sums import RequestedSums
+from hvfreeze.heads.rows import CHUNK_ROWS
 
 
 def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
@@ -23,17 +19,11 @@ def gaussian(rows: Tensor, centres: Tensor) -> Tensor:
     return exponents.sub_(rows.square().sum(1, keepdim=True)).clamp_(max=0).exp_()
 
 
-TILE = 512
+TILE = CHUNK_ROWS
 """Side of a tile of the Gram matrix, and height of a strip, which has a column per centre."""
 ROUNDED_FROM = 16_384
 """Number of rows from which kernel values are rounded to 16 bits, which halves the cache. The rounding error has a
 standard deviation of 4e-6, and of 9e-6 times the root of the rows for the whole matrix, far below every penalty."""
-LEVELS = 65_535
-"""Steps between 0 and 1 of a rounded kernel value, of 16 bits."""
-BLOCK_BYTES = 2**26
-"""Bytes per allocation of the cache: allocating single tiles between temporaries takes 1.5 times the memory."""
-ALIGNED = 64
-"""Alignment of tiles in kernel values: products may depend on the alignment of their factors."""
 
 
 class TileCache:
@@ -42,119 +32,54 @@ class TileCache:
     Results are bitwise independent of the limit.
     """
 
-    def __init__(self, *, memory_bytes: int, rounded: bool, cells: int = TILE * TILE) -> None:
-        """Take the memory limit, whether kernel values are rounded, and the largest size of a tile, `cells`."""
-        self._cached: dict[tuple[int, int], Tensor] = {}
-        self._left = memory_bytes
-        self._block = torch.empty(0, dtype=torch.uint16 if rounded else torch.float32)
+    def __init__(self, count: int, *, cells: int, memory_bytes: int, rounded: bool) -> None:
+        """Take the number of tiles, the largest size of one, the memory limit, and whether values are rounded."""
+        kind = torch.uint16 if rounded else torch.float32
+        # Allocated at once: single tiles between temporaries take 1.5 times the memory.
+        self._slots = torch.empty(min(count, memory_bytes // (kind.itemsize * cells)), cells, dtype=kind)
+        self._cached: dict[int, Tensor] = {}
         self._wide = torch.empty(cells) if rounded else None
-        self.scale = 1 / LEVELS if rounded else 1.0
+        self._levels = torch.iinfo(torch.uint16).max
+        self.scale = 1 / self._levels if rounded else 1.0
         """Tiles times this are kernel values; vectors are multiplied by it, which are smaller."""
 
-    def __call__(self, place: tuple[int, int], rows: Tensor, centres: Tensor) -> Tensor:
-        """Return the tile of `rows` and `centres` over `scale`, (A, B) float32, at `place`; until the next call."""
-        tile = self._cached.get(place)
+    def __call__(self, number: int, rows: Tensor, centres: Tensor) -> Tensor:
+        """Return tile `number`, of `rows` and `centres`, over `scale`, (A, B) float32; until the next call."""
+        tile = self._cached.get(number)
         if tile is None:
             tile = gaussian(rows, centres)
             if self._wide is not None:
-                tile = tile.mul_(LEVELS).round_().to(self._block.dtype)
-            cells = -(-tile.numel() // ALIGNED) * ALIGNED
-            if cells * tile.element_size() <= self._left:
-                tile = self._cached[place] = self._allocate(cells)[: tile.numel()].view_as(tile).copy_(tile)
+                tile = tile.mul_(self._levels).round_().to(self._slots.dtype)
+            if len(self._cached) < len(self._slots):
+                slot = self._slots[len(self._cached), : tile.numel()]
+                tile = self._cached[number] = slot.view_as(tile).copy_(tile)
         if self._wide is None:
             return tile
         return self._wide[: tile.numel()].view_as(tile).copy_(tile)
 
-    def _allocate(self, cells: int) -> Tensor:
-        """Return memory for `cells` kernel values."""
-        each = self._block.element_size()
-        if len(self._block) < cells:
-            self._block = self._block.new_empty(max(cells, min(BLOCK_BYTES, self._left) // each))
-        self._left -= cells * each
-        room, self._block = self._block[:cells], self._block[cells:]
-        return room
 
-
-class Products(ABC):
-    """Products of a matrix with vectors over all ranks; rank 0 requests them and the other ranks follow.
-
-    Rank 0 alone decides on the next product, as in `linear.SumsOverRanks`, because arithmetic may differ between
-    processors. `passes` counts products.
-    """
+class Products(RequestedSums[None]):
+    """Products of a matrix with vectors over all ranks."""
 
     def __init__(self, *, size: int, world: World, watch: Callable[[str], bool]) -> None:
         """Take the length of the vectors, and a function that is called with the progress and may stop the fit."""
+        super().__init__(world=world)
         self.size = size
-        self._world, self._watch = world, watch
-        self._reached, self._stopped = "", False
-        self.passes, self.exchanged_bytes = 0, 0
+        self._watch, self._reached = watch, ""
 
     def times(self, vectors: Tensor) -> Tensor:
-        """Return the product with `vectors`, (size, C), over all ranks: see `_partial`, but (..., size, C).
-
-        Rank 0 calls this while every other rank of the world is in `lead`. Collective.
-
-        Raises:
-            Stopped: a rank stops the fit.
-        """
-        self._ask(vectors.shape[1])
-        across = vectors.t().float().contiguous()
-        self._world.broadcast_(across, name="head.vectors")
-        return self._product(across).transpose(-1, -2)
-
-    def lead(self, work: Callable[[], T]) -> T | None:
-        """Run `work`, which may use `times`, on rank 0, while the other ranks follow; return its result. Collective.
-
-        None on the other ranks, and if a rank stops the fit.
-        """
-        if self._world.rank > 0:
-            while columns := self._ask(0):
-                vectors = torch.empty(columns, self.size)
-                self._world.broadcast_(vectors, name="head.vectors")
-                with suppress(Stopped):
-                    self._product(vectors)
-            return None
-        result = None
-        with suppress(Stopped):
-            result = work()
-        self._ask(0)
-        return result
+        """Return the product with `vectors`, (size, C), over all ranks, (..., size, C); see `request`. Collective."""
+        return self.request(vectors.t().float(), None).transpose(-1, -2)
 
     def report(self, done: float) -> bool:
         """Report the finished share of a pass; return True if this rank stops the fit."""
         note = f"pass {self.passes}, {100 * done:.0f} %{self._reached}"
-        self._stopped = self._watch(note) or self._stopped
-        return self._stopped
+        self.stopped = self._watch(note) or self.stopped
+        return self.stopped
 
     def report_error(self, error: float, tolerance: float) -> None:
         """Record the solver's error for the next progress reports."""
         self._reached = f"; error {100 * error:.1f} %, target {100 * tolerance:.1f} %"
-
-    def count_bytes(self, tensor: Tensor) -> None:
-        """Count the bytes that this rank sends to an allreduce."""
-        if self._world.size > 1:
-            self.exchanged_bytes += tensor.numel() * tensor.element_size()
-
-    @abstractmethod
-    def _partial(self, vectors: Tensor) -> Tensor:
-        """Return this rank's part of the product with `vectors`, (C, size), as (..., C, size), alike on all ranks."""
-
-    def _ask(self, columns: int) -> int:
-        message = torch.tensor([columns], dtype=torch.int32)
-        self._world.broadcast_(message, name="head.command")
-        return int(message)
-
-    def _product(self, vectors: Tensor) -> Tensor:
-        self.passes += 1
-        self.report(0)
-        part = self._partial(vectors)
-        # One more element: whether this rank stops the fit.
-        flat = torch.cat([part.flatten(), torch.tensor([self._stopped], dtype=part.dtype)])
-        self.count_bytes(flat)
-        flat = self._world.allreduce_sum(flat, name="head.products")
-        if flat[-1]:
-            raise Stopped
-        return flat[:-1].view(part.shape)
 
 
 class Gram(Products):
@@ -174,23 +99,26 @@ class Gram(Products):
         """Take the projected features of all ranks, (N, K), the same on every rank; for `watch` see `Products`."""
         super().__init__(size=len(rows), world=world, watch=watch)
         self._rows = rows.split(TILE)
-        self._tiles = TileCache(memory_bytes=memory_bytes, rounded=len(rows) >= ROUNDED_FROM)
+        self._places = list(self._own_places())
+        rounded = len(rows) >= ROUNDED_FROM
+        self._tiles = TileCache(len(self._places), cells=TILE * TILE, memory_bytes=memory_bytes, rounded=rounded)
 
-    def _partial(self, vectors: Tensor) -> Tensor:
+    def _partial(self, vectors: Tensor, terms: None) -> Tensor:
+        """Return this rank's part of the product, (C, N) float32, for (C, N)."""
+        self.report(0)
         # Vectors first: this order of the product is 3x faster for few of them.
         whole = torch.zeros_like(vectors)
         given, sums = (vectors * self._tiles.scale).split(TILE, 1), whole.split(TILE, 1)
-        places = list(self._places())
-        for number, (above, right) in enumerate(places):
-            tile = self._tiles((above, right), self._rows[above], self._rows[right])
+        for number, (above, right) in enumerate(self._places):
+            tile = self._tiles(number, self._rows[above], self._rows[right])
             sums[above].addmm_(given[right], tile.t())
             if above != right:
                 sums[right].addmm_(given[above], tile)
-            if self.report((number + 1) / len(places)):
+            if self.report((number + 1) / len(self._places)):
                 break
         return whole
 
-    def _places(self) -> Iterator[tuple[int, int]]:
+    def _own_places(self) -> Iterator[tuple[int, int]]:
         count = len(self._rows)
         every = ((above, right) for above in range(count) for right in range(above, count))
         yield from (place for number, place in enumerate(every) if number % self._world.size == self._world.rank)
@@ -237,7 +165,8 @@ class CentreProducts(Products):
             for strip, there, weight, held in zip(*(each.split(TILE) for each in (rows, places, weights, held_out)))
             if len(strip)
         ]
-        self._tiles = TileCache(memory_bytes=memory_bytes, rounded=rounded, cells=TILE * len(centres))
+        cells = TILE * len(centres)
+        self._tiles = TileCache(len(self._rows), cells=cells, memory_bytes=memory_bytes, rounded=rounded)
 
     def normal_matrix(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return K_C' W K_C, (M, M) float32, of a subset of all ranks' rows, here `rows`, (B, K). Collective, outside
@@ -263,7 +192,7 @@ class CentreProducts(Products):
             given = (targets(slice(done, done + len(strip))).float() * weight[:, None]).t().repeat(copies, 1)
             given[self._columns :, held] = 0
             given *= self._tiles.scale
-            part = given @ self._tiles((number, 0), strip, self._centres)
+            part = given @ self._tiles(number, strip, self._centres)
             sums = part.double() if sums is None else sums.add_(part)
             done += len(strip)
             self.report((number + 1) / len(self._rows))
@@ -277,16 +206,18 @@ class CentreProducts(Products):
         # Allocated at once: parts between freed strips would fragment gigabytes of memory.
         answers = torch.empty(sum(len(strip) for strip, *_ in self._rows), len(across))
         for number, (strip, *_) in enumerate(self._rows):
-            tile = self._tiles((number, 0), strip, self._centres)
+            tile = self._tiles(number, strip, self._centres)
             answers[done : done + len(strip)] = (across @ tile.t()).t()
             done += len(strip)
         return answers
 
-    def _partial(self, vectors: Tensor) -> Tensor:
+    def _partial(self, vectors: Tensor, terms: None) -> Tensor:
+        """Return this rank's parts of both products, (2, C, M) float64, for (C, M)."""
+        self.report(0)
         # float64: in float32 the largest eigenvalues would hide the smallest, which matter for a weak penalty.
         sums, vectors = torch.zeros(2, *vectors.shape, dtype=torch.float64), vectors * self._tiles.scale
         for number, (strip, is_centre, there, weight, held) in enumerate(self._rows):
-            tile = self._tiles((number, 0), strip, self._centres)
+            tile = self._tiles(number, strip, self._centres)
             answers = vectors @ tile.t()
             sums[1][:, there] = answers[:, is_centre].double()
             answers *= weight * self._tiles.scale

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +28,12 @@ from torch.nn import functional
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.moments import Covariance, Prepared, Standard, check_choice, covariance, prepare
+from hvfreeze.heads.moments import Covariance, Standard, check_choice, covariance
+from hvfreeze.heads.outliers import Prepared, prepare
 from hvfreeze.heads.projection import gather_info
-from hvfreeze.heads.rows import Chunk, RowInfo, Rows
-from hvfreeze.heads.solution import PenaltyTrial, Solution, Stopped
+from hvfreeze.heads.requested_sums import RequestedSums
+from hvfreeze.heads.rows import RowInfo, Rows
+from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.tasks import Calibration, Classes, MultiLabel, Numbers, Task, doubt
 
 
@@ -43,15 +44,6 @@ class Subset:
     fold: int | None = None
     """Index of the evaluating fold: 0 has the held-out rows, the others divide rows by sample number."""
     folds: int = 1
-
-    def message(self) -> list[float]:
-        """Return the subset as numbers."""
-        return [-1.0 if self.fold is None else float(self.fold), float(self.folds)]
-
-    @classmethod
-    def read(cls, fold: float, folds: float) -> Subset:
-        """Return the subset of a `message`."""
-        return cls(None if fold < 0 else int(fold), int(folds))
 
     def judging(self, rows: RowInfo) -> Tensor:
         """Return a mask of the evaluating rows, (B,) bool; the others are fitted."""
@@ -121,11 +113,7 @@ def terms_of(task: Task, answers: Tensor, labels: Tensor) -> RowTerms:
     return RowTerms(losses, errors * (2 / len(errors)), torch.full_like(losses, 2.0), losses, 1 - losses)
 
 
-NUMBERS = 3 + 5 + 1
-"""Number of sums before the gradient: of fitted rows, of evaluating rows, and the stop flag."""
-
-
-class SumsOverRanks:
+class SumsOverRanks(RequestedSums[Subset]):
     """The weighted mean loss over the rows of all ranks, of the outputs weights . [standardised features, 1].
 
     Products are float32, sums over chunks and ranks float64.
@@ -134,92 +122,50 @@ class SumsOverRanks:
     def __init__(
         self, rows: Rows, standard: Standard, *, task: Task, world: World, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self._rows, self._standard, self._task, self._world, self._stop = rows, standard, task, world, stop
+        super().__init__(world=world)
+        self._rows, self._standard, self._task, self._stop = rows, standard, task, stop
         self.shape = (task.outputs, rows.width + 1)
-        self.passes, self.exchanged_bytes = 0, 0
 
     def at(self, weights: Tensor, subset: Subset) -> Point:
-        """Return the loss at `weights` over the fitted rows of `subset`; raise Stopped on rank 0 if a rank stops the
-        fit.
-
-        Rank 0 calls this while every other rank of the world is in `follow`, also after a stop. Collective.
-        """
-        self._send(subset.message(), weights)
-        point, stopped = self._evaluate(weights, subset)
-        if stopped:
-            raise Stopped
-        return point
+        """Return the loss at `weights` over the fitted rows of `subset`; see `request`. Collective."""
+        fitted, judges, raw = self.request(weights, subset).split([3, 5, math.prod(self.shape)])
+        loss, weight, curvature = fitted.tolist()
+        raw = raw.view(self.shape)
+        gradient = torch.empty_like(raw)
+        # d/dW of standardised features, from sums over raw ones.
+        gradient[:, :-1] = (raw[:, :-1] - raw[:, -1:] * self._standard.offset) * self._standard.scale / weight
+        gradient[:, -1] = raw[:, -1] / weight
+        return Point(weights, loss / weight, gradient, curvature / (weight * self.shape[0]), judges)
 
     def zero(self) -> Tensor:
         """Return weights of zero, (C, D + 1) float64."""
         return torch.zeros(self.shape, dtype=torch.float64)
 
-    def stop(self) -> None:
-        """End the other ranks' `follow`. Rank 0 calls this. Collective."""
-        self._send([0.0, 0.0], self.zero())
-
-    def follow(self) -> None:
-        """Take part in the evaluations of rank 0 until it stops. All ranks but 0 call this. Collective."""
-        while True:
-            message = torch.empty(2 + math.prod(self.shape), dtype=torch.float64)
-            self._world.broadcast_(message, name="head.weights")
-            fold, folds = message[:2].tolist()
-            if folds == 0:
-                return
-            self._evaluate(message[2:].view(self.shape), Subset.read(fold, folds))
-
-    def _send(self, subset: Sequence[float], weights: Tensor) -> None:
-        """Send a subset and the weights to evaluate; no folds mark the end."""
-        message = torch.cat([torch.tensor(subset, dtype=torch.float64), weights.flatten()])
-        self._world.broadcast_(message, name="head.weights")
-
-    def _evaluate(self, weights: Tensor, subset: Subset) -> tuple[Point, bool]:
-        self.passes += 1
-        mine = self._local_sums(weights, subset)
-        self.exchanged_bytes += mine.numel() * mine.element_size() if self._world.size > 1 else 0
-        sums = self._world.allreduce_sum(mine, name="head.loss")
-        loss, weight, curvature = sums[:3].tolist()
-        stopped, raw = bool(sums[NUMBERS - 1]), sums[NUMBERS:].view(self.shape)
-        gradient = torch.empty_like(raw)
-        # d/dW of standardised features, from sums over raw ones.
-        gradient[:, :-1] = (raw[:, :-1] - raw[:, -1:] * self._standard.offset) * self._standard.scale / weight
-        gradient[:, -1] = raw[:, -1] / weight
-        judges = sums[3 : NUMBERS - 1].clone()
-        return Point(weights, loss / weight, gradient, curvature / (weight * self.shape[0]), judges), stopped
-
-    def _local_sums(self, weights: Tensor, subset: Subset) -> Tensor:
-        """Return this rank's sums: numbers, then the gradient for raw features and the intercept."""
-        weight, bias = self._standard.folded(weights, mean=self._standard.offset)
-        weight, bias = weight.float(), bias.float()
-        result = torch.zeros(NUMBERS + math.prod(self.shape), dtype=torch.float64)
-        gradient = result[NUMBERS:].view(self.shape)
-        result[NUMBERS - 1] = self._stop()
+    def _partial(self, point: Tensor, terms: Subset) -> Tensor:
+        """Return this rank's sums: three of fitted rows, five of evaluating rows, and the gradient for raw features."""
+        weight, bias = (part.float() for part in self._standard.folded(point, mean=self._standard.offset))
+        sums, judges, gradient = torch.zeros(3).double(), torch.zeros(5).double(), self.zero()
+        self.stopped = self._stop()
         for chunk in self._rows.chunks():
-            self._add(chunk, weight, bias, subset.judging(chunk.info), result, gradient)
-        return result
-
-    def _add(self, chunk: Chunk, weight: Tensor, bias: Tensor, held: Tensor, result: Tensor, gradient: Tensor) -> None:
-        """Add a chunk's sums to `result`; `gradient` is a view of it."""
-        features, info = self._standard.taken(chunk.features), chunk.info
-        # Rows first: this order of the product takes half the time of the other.
-        answers = torch.addmm(bias, features, weight.t()).t().contiguous()
-        terms = terms_of(self._task, answers, info.labels)
-        fitted, judging = info.weights * ~held, info.weights * held
-        result[:3] += _sums(terms.losses * fitted, fitted, terms.bends * fitted)
-        if held.any():
-            judges = (terms.losses * judging, terms.unsure * judging, judging, terms.scores * held, held.float())
-            result[3 : NUMBERS - 1] += _sums(*judges)
-        residuals = terms.residuals * fitted
-        gradient[:, :-1] += residuals @ features
-        gradient[:, -1] += residuals.sum(1, dtype=torch.float64)
+            features, info = self._standard.taken(chunk.features), chunk.info
+            held = terms.judging(info)
+            # Rows first: this order of the product takes half the time of the other.
+            answers = torch.addmm(bias, features, weight.t()).t().contiguous()
+            found = terms_of(self._task, answers, info.labels)
+            fitted, judging = info.weights * ~held, info.weights * held
+            sums += _sums(found.losses * fitted, fitted, found.bends * fitted)
+            if held.any():
+                unsure, scores = found.unsure * judging, found.scores * held
+                judges += _sums(found.losses * judging, unsure, judging, scores, held.float())
+            residuals = found.residuals * fitted
+            gradient[:, :-1] += residuals @ features
+            gradient[:, -1] += residuals.sum(1, dtype=torch.float64)
+        return torch.cat([sums, judges, gradient.flatten()])
 
 
 def _sums(*columns: Tensor) -> Tensor:
     return torch.stack(columns).sum(1, dtype=torch.float64)
 
-
-ROUNDING = 1e-7
-"""Relative rounding error of a loss with float32 products; smaller differences are noise."""
 
 Evaluate = Callable[[Tensor], Point]
 
@@ -267,8 +213,9 @@ def minimise(
         last = evaluate(start.weights + offset) if offset.any() else start
         slope, before = _with_penalty(last.gradient, last.weights, penalty), _objective(here, penalty)
         gain = _objective(last, penalty) - before
-        if abs(gain) <= ROUNDING * abs(before):
-            # Near the minimum rounding hides the decrease; slopes show it (Hager and Zhang, SIAM J. Optim. 16, 2005).
+        if abs(gain) <= torch.finfo(torch.float32).eps * abs(before):
+            # Near the minimum the rounding of products hides the decrease; slopes show it (Hager and Zhang, SIAM J.
+            # Optim. 16, 2005).
             slopes = (slope + _with_penalty(here.gradient, here.weights, penalty)) / 2
             gain = _dot(slopes, last.weights - here.weights)
         told = told_here + gain
@@ -388,23 +335,19 @@ def fit_linear(
         # Processors may round differently: all ranks use rank 0's scale of targets.
         everyone = gather_info(prepared.info, world=world)
         task = world.broadcast_object(task.measured(everyone.labels, everyone.weights), name="head.task")
-    loss = SumsOverRanks(prepared.rows, standard, task=task, world=world, stop=stop)
+    sums = SumsOverRanks(prepared.rows, standard, task=task, world=world, stop=stop)
     counts = counts_of(prepared, world=world)
-    if world.rank > 0:
-        loss.follow()
-        examine(None, None, task, prepared, world=world)
-        return with_used(world.broadcast_object(cast("HeadFit | None", None), name="head.fit"), prepared)
-    found: HeadFit | None = None
-    judge: Tensor | None = None
-    with suppress(Stopped):
-        start, trials, steered = loss.zero(), tuple[PenaltyTrial, ...](), covariance(prepared.product)
-        penalty = values[0]
+
+    def minimum() -> tuple[HeadFit, Tensor | None]:
+        """Return the fit, and the weights without held-out rows."""
+        penalty, start, trials = values[0], sums.zero(), tuple[PenaltyTrial, ...]()
+        steered, judge = covariance(prepared.product), None
         if len(values) > 1:
             folds = FOLDS if standard.count <= FEW_ROWS and not trained else 1
             stronger = STRONGER if values == list(PENALTIES) else ()
-            penalty, start, trials = Choosing(loss, steered, task, counts, folds, most_steps).path(values, stronger)
+            penalty, start, trials = Choosing(sums, steered, task, counts, folds, most_steps).path(values, stronger)
             judge = start
-        evaluate = partial(loss.at, subset=Subset())
+        evaluate = partial(sums.at, subset=Subset())
         point, steps = minimise(
             evaluate,
             evaluate(start),
@@ -413,11 +356,12 @@ def fit_linear(
             tolerance=tolerance,
             most_steps=most_steps,
         )
-        found = solution(point, penalty, trials, prepared, task, loss, steps=steps, tolerance=tolerance)
-    loss.stop()
-    found = examine(found, judge, task, prepared, world=world)
-    # Processors may round differently here too: all ranks use rank 0's head.
-    return with_used(world.broadcast_object(found, name="head.fit"), prepared)
+        return solution(point, penalty, trials, prepared, task, sums, steps=steps, tolerance=tolerance), judge
+
+    found, judge = sums.lead(minimum) or (None, None)
+    # Processors may round differently: all ranks use rank 0's head.
+    found = world.broadcast_object(examine(found, judge, task, prepared, world=world), name="head.fit")
+    return None if found is None else replace(found, used=prepared.used)
 
 
 def solution(
@@ -494,11 +438,6 @@ def examine(
     return replace(found, trials=trials)
 
 
-def with_used(fit: HeadFit | None, prepared: Prepared) -> HeadFit | None:
-    """Return the fit with this rank's mask `used`."""
-    return None if fit is None else replace(fit, used=prepared.used)
-
-
 class Counts(NamedTuple):
     """Number of samples over all ranks."""
 
@@ -516,9 +455,7 @@ def counts_of(prepared: Prepared, *, world: World) -> Counts:
 
 @dataclass(frozen=True)
 class Choosing:
-    """The choice of the penalty by rows that were not fitted, on rank 0, while the others are in
-    `SumsOverRanks.follow`.
-    """
+    """The choice of the penalty by rows that were not fitted, on rank 0."""
 
     loss: SumsOverRanks
     covariance: Covariance

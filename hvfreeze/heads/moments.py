@@ -1,10 +1,9 @@
-"""Standardisation, leading covariance and outlier removal of all ranks' features, before a fit."""
+"""Standardisation and leading covariance of all ranks' features, before a fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hvfreeze.comm.world import World
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.heads.rows import RowInfo, Rows, SomeRows
+from hvfreeze.heads.rows import RowInfo, Rows
 
 SMALLEST_VARIATION = 1e-6
 """Ratio of standard deviation and mean below which a feature is float32 rounding noise."""
@@ -85,13 +84,11 @@ def measure(rows: Rows, *, world: World) -> Standard:
         UsageError: no rank has a row.
     """
     first = next((chunk.features[0].double() for chunk in rows.chunks()), None)
-    filled = torch.zeros(world.size, dtype=torch.int32)
-    filled[world.rank] = int(first is not None)
-    filled = world.allreduce_sum(filled, name="head.filled")
-    if not filled.any():
+    filled = world.allgather_object(first is not None, name="head.filled")
+    if not any(filled):
         raise UsageError("head fit: there are no samples to fit; use more training samples").on_all_ranks()
     origin = torch.zeros(rows.width, dtype=torch.float64) if first is None else first
-    world.broadcast_(origin, name="head.origin", root=int(filled.nonzero()[0]))
+    world.broadcast_(origin, name="head.origin", root=filled.index(True))
     moments = torch.zeros(2, rows.width + 2, dtype=torch.float64)
     shift = origin.float()
     for chunk in rows.chunks():
@@ -130,13 +127,16 @@ def weigh(rows: Tensor, weights: Tensor) -> Tensor:
 
 def damaged(rows: Rows, shift: Tensor, *, world: World) -> list[int]:
     """Return the samples of all ranks with NaN or Inf in features minus `shift`, or in their squares. Collective."""
-    mine = [int(chunk.info.samples[row]) for chunk in rows.chunks() for row in immeasurable(chunk.features - shift)]
-    return sorted({sample for theirs in world.allgather_object(mine, name="head.damaged") for sample in theirs})
+    mine = [torch.zeros(0, dtype=torch.int64)]
+    for chunk in rows.chunks():
+        measurable = (chunk.features - shift).float().square().isfinite().all(1)
+        mine.append(chunk.info.samples[~measurable])
+    return everyones(torch.cat(mine), world=world)
 
 
-def immeasurable(features: Tensor) -> list[int]:
-    """Return the rows of (B, D) features with squares of NaN or Inf."""
-    return (~features.float().square().isfinite().all(1)).nonzero().flatten().tolist()
+def everyones(samples: Tensor, *, world: World) -> list[int]:
+    """Return the samples of all ranks, ascending. Collective."""
+    return sorted(set(world.allgather_rows(samples, name="head.damaged").tolist()))
 
 
 def check_choice(held_out: int, penalties: int) -> None:
@@ -148,7 +148,7 @@ def check_choice(held_out: int, penalties: int) -> None:
 
 
 RANK = 128
-SEED = 20230423
+"""Largest number of eigenvectors that precondition a linear head."""
 
 
 @dataclass(frozen=True)
@@ -227,118 +227,9 @@ def sketch(
     return Sketch(product, torch.cat(sizes), RowInfo.together(infos))
 
 
-SUSPECT = 5.0
-"""Distance from the mean, relative to the median, from which moments are recomputed without a row."""
-EXTREME = 30.0
-"""Distance from the mean of the others, relative to theirs, from which a row is an outlier and is removed."""
-MOST_EXTREME = 0.05
-"""Largest share of outliers among all samples."""
-
-
-class Prepared(NamedTuple):
-    """Rows without outliers, with their standardisation and sketch."""
-
-    rows: Rows
-    used: Tensor
-    """Mask of this rank's rows that are kept, (N,) bool."""
-    standard: Standard
-    product: Tensor
-    """Product of the covariance, see `Sketch`."""
-    passes: int
-    """Number of passes over the rows."""
-    info: RowInfo
-    """Labels, weights and samples of this rank's kept rows."""
-    left_out: tuple[int, ...] = ()
-    """Outlier samples of all ranks, ascending."""
-
-
-def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor = NO_CLASSES) -> Prepared:
-    """Remove outliers, and return the remaining rows with their moments and sketch. Collective.
-
-    A single row with features a thousand times larger than all others dominates every variance, and reduces the others
-    to rounding noise. A sample is an outlier if the others, measured without it, are close together.
-
-    Raises:
-        FeaturesError: a feature is NaN or Inf, or too many samples are outliers; on all ranks.
-        UsageError: no rank has a row.
-    """
-    standard = measure(rows, world=world)
-    sketched = partial(sketch, world=world, columns=columns, no_labels=no_labels)
-    found = sketched(rows, standard)
-    everything = torch.ones(len(found.sizes), dtype=torch.bool)
-    suspects = far_ones(found, found.sizes, SUSPECT, world=world)
-    if not suspects:
-        return Prepared(rows, everything, standard, found.product, 2, found.info)
-    passes, known = 2, list[int]()
-    # The farthest row determines the scale and hides nearer outliers, so repeat until there are no more.
-    while suspects != known:
-        known, others = suspects, ~torch.isin(found.info.samples, torch.tensor(suspects))
-        without = measure(SomeRows(rows, others), world=world)
-        again = sketched(rows, without, kept=others)
-        suspects = sorted({*known, *far_ones(again, again.sizes[others], SUSPECT, world=world)})
-        passes += 2
-    extreme = without_whole_classes(far_ones(again, again.sizes[others], EXTREME, world=world), found, world=world)
-    if not extreme:
-        return Prepared(rows, everything, standard, found.product, passes, found.info)
-    check_extreme(extreme, found, world=world)
-    used = ~torch.isin(found.info.samples, torch.tensor(extreme))
-    left = SomeRows(rows, used)
-    if extreme == suspects:
-        return Prepared(left, used, without, again.product, passes, found.info.only(used), tuple(extreme))
-    standard = measure(left, world=world)
-    last = sketched(left, standard)
-    return Prepared(left, used, standard, last.product, passes + 2, last.info, tuple(extreme))
-
-
-def check_extreme(extreme: list[int], found: Sketch, *, world: World) -> None:
-    """Raise FeaturesError, on all ranks, if too many samples are outliers. Collective."""
-    count = sum(world.allgather_object(len(found.info.samples.unique()), name="head.samples"))
-    if len(extreme) > max(1, MOST_EXTREME * count):
-        raise FeaturesError(
-            f"head fit: the features of {len(extreme)} of {count} samples are outliers, more than "
-            f"{EXTREME:.0f} times the spread of the others away: {numbered(extreme)}; check these "
-            f"images, the normalisation (--mean, --std) and the weights",
-            extreme,
-        )
-
-
-def far_ones(found: Sketch, usual: Tensor, times: float, *, world: World) -> list[int]:
-    """Return the samples of all ranks with a row more than `times` the median distance from the mean. Collective.
-
-    `usual` are the sizes of this rank's rows for the median, which is exact to a factor of 2.
-    """
-    halves = torch.zeros(BINS, dtype=torch.int64)
-    exponents = usual.clamp(min=torch.finfo(torch.float64).tiny).log2().ceil().clamp(-BINS // 2, BINS // 2 - 1)
-    halves += torch.bincount((exponents + BINS // 2).long(), minlength=BINS)
-    halves = world.allreduce_sum(halves, name="head.sizes")
-    median = int((halves.cumsum(0) * 2 >= halves.sum()).nonzero()[0])
-    limit = times**2 * 2.0 ** (median - BINS // 2)
-    mine = found.info.samples[found.sizes > limit].unique().tolist()
-    return sorted(sample for theirs in world.allgather_object(mine, name="head.far") for sample in theirs)
-
-
-def without_whole_classes(samples: list[int], found: Sketch, *, world: World) -> list[int]:
-    """Return `samples` without whole classes; all of them for other labels. Collective.
-
-    A class whose samples are all far from the rest is not damaged.
-    """
-    chosen = torch.isin(found.info.samples, torch.tensor(samples, dtype=torch.int64))
-    if found.info.labels.dim() > 1:
-        return samples
-    numbers, labels_of = found.info.samples[chosen].tolist(), found.info.labels[chosen].tolist()
-    mine = (set(found.info.labels[~chosen].tolist()), dict(zip(numbers, labels_of, strict=True)))
-    others, labels = zip(*world.allgather_object(mine, name="head.classes"))
-    seen = set[int]().union(*others)
-    return sorted(sample for theirs in labels for sample, label in theirs.items() if label in seen)
-
-
-BINS = 256
-"""Number of histogram bins of distances, in powers of two, which give all ranks the same median."""
-
-
 def test_matrix(width: int, columns: int = RANK) -> Tensor:
     """Return random signs, (D, K) float64, which are equal on every machine, unlike other distributions."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(20230423)
     signs = torch.randint(0, 2, (width, min(columns, width)), generator=generator)
     return (2 * signs - 1).double()
 

@@ -78,19 +78,12 @@ class NystromInverse:
             for number, normal in enumerate(normals)
         ]
 
-    def times(self, vectors: Tensor, which: Tensor) -> Tensor:
-        """Return the product with `vectors`, (N, C) float64; `which`, (C,) int64, is the index of S for each column."""
-        scaled = torch.empty(vectors.shape)
-        groups = [(root[:, None], factor, which == number) for number, (root, factor) in enumerate(self._parts())]
-        for root, _, some in groups:
-            scaled[:, some] = (root * vectors[:, some]).float()
-        inside = (self._values.t() @ scaled).double()
-        for _, factor, some in groups:
-            inside[:, some] = torch.cholesky_solve(inside[:, some], factor)
-        beside = self._values @ inside.float()
-        for root, _, some in groups:
-            scaled[:, some] = (root * beside[:, some]).float()
-        return (vectors - scaled) / self._delta
-
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._roots, self._factors, strict=True))
+    def times(self, vectors: Tensor) -> Tensor:
+        """Return the product with `vectors`, (N, C) float64; each S has an equal share of the columns, in order."""
+        shares = vectors.chunk(len(self._roots), 1)
+        scaled = torch.cat([(root[:, None] * share).float() for root, share in zip(self._roots, shares)], 1)
+        inside = (self._values.t() @ scaled).double().chunk(len(self._roots), 1)
+        solved = [torch.cholesky_solve(share, factor) for share, factor in zip(inside, self._factors)]
+        beside = (self._values @ torch.cat(solved, 1).float()).chunk(len(self._roots), 1)
+        explained = torch.cat([root[:, None] * share for root, share in zip(self._roots, beside)], 1)
+        return (vectors - explained) / self._delta

@@ -18,7 +18,7 @@ from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, TrainFeed, first_of
 from hvfreeze.data.decoding import Images, Inputs
-from hvfreeze.heads.features import before_last_layer, every_block, part_of
+from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import take
@@ -164,7 +164,7 @@ class Probe:
                 x, parts = images.load(batch.ids, batch.views), list[Tensor]()
                 for number, block in enumerate(chain.blocks[:-1]):
                     x = block(x)
-                    parts.append(part_of(read, number, x))
+                    parts.append(read.part(number, x))
                 for step in steps:
                     x = step(x)
                 blocks.append(torch.cat(parts, 1))

@@ -6,7 +6,7 @@ features of all ranks are gathered for the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,27 +14,14 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import World
-from hvfreeze.heads.moments import (
-    EXTREME,
-    NO_CLASSES,
-    FeaturesError,
-    Prepared,
-    Sketch,
-    check_extreme,
-    covariance,
-    far_ones,
-    numbered,
-    prepare,
-    without_whole_classes,
-)
+from hvfreeze.heads.moments import NO_CLASSES, FeaturesError, covariance, everyones, numbered
+from hvfreeze.heads.outliers import Prepared, Spread, prepare
 from hvfreeze.heads.rows import RowInfo, WholeRows, gather
 
 MOST_COMPONENTS = 512
 """Largest number of principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
 WHITENING = 0.15
 """Power of the variance that divides each component; chosen on held-out rows of one seed of CIFAR-10."""
-LEAST_VARIANCE = 1e-7
-"""Share of the total variance below which a component is float32 rounding noise."""
 DISTANCE = 1.5
 """Mean squared distance of two projected rows, which sets the kernel's bandwidth; chosen with `WHITENING`."""
 
@@ -143,28 +130,19 @@ def _project_streamed(
     if world.allreduce_sum(torch.tensor([int(stopped)], dtype=torch.int32), name="head.project.stop").item():
         return None
     info, sizes = RowInfo.together(infos), projected.square().sum(1).double()
-    _check_finite(info.samples[~sizes.isfinite()], world=world)
-    found = Sketch(torch.zeros(0, 0), sizes, info)
-    extreme = far_ones(found, sizes, EXTREME, world=world)
-    if extreme:
-        extreme = without_whole_classes(extreme, found, world=world)
-        check_extreme(extreme, found, world=world)
-    used = ~torch.isin(info.samples, torch.tensor(extreme, dtype=torch.int64))
+    damaged = everyones(info.samples[~sizes.isfinite()], world=world)
+    if damaged:
+        raise FeaturesError(
+            f"head fit: features, or their squares, are NaN or Inf in {numbered(damaged)}; check the "
+            f"weights and these images, or use --precision float32",
+            damaged,
+        )
+    spread = Spread(info, world=world)
+    extreme = spread.extreme(sizes)
+    used = spread.without(extreme)
     if not used.all():
         projected, info = projected[used], info.only(used)
-    return Projected(projected, info, used, matrix, shift, tuple(extreme), prepared.passes + 1)
-
-
-def _check_finite(damaged: Tensor, *, world: World) -> None:
-    """Raise FeaturesError, on all ranks, if any has `damaged` samples, by number."""
-    everyones = world.allgather_object(damaged.unique().tolist(), name="head.damaged")
-    samples = sorted({sample for theirs in everyones for sample in theirs})
-    if samples:
-        raise FeaturesError(
-            f"head fit: features, or their squares, are NaN or Inf in {numbered(samples)}; check the "
-            f"weights and these images, or use --precision float32",
-            samples,
-        )
+    return Projected(projected, info, used, matrix, shift, spread.numbers(extreme), prepared.passes + 1)
 
 
 def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
@@ -177,8 +155,9 @@ def projection_of(prepared: Prepared, *, world: World) -> tuple[Tensor, Tensor]:
     matrix, shift = torch.zeros(width, len(product)), torch.zeros(width)
     if world.rank == 0:
         leading = covariance(product)
-        # Varying features have variance 1 here; if all are constant, no component remains.
-        kept = leading.values > LEAST_VARIANCE * leading.values.sum().clamp(min=1)
+        # A smaller share of the variance is rounding noise. Varying features have variance 1 here; if all are constant,
+        # no component remains.
+        kept = leading.values > torch.finfo(torch.float32).eps * leading.values.sum().clamp(min=1)
         variances = leading.values[kept].pow(1 - 2 * WHITENING)
         size = (DISTANCE / (2 * variances.sum())).sqrt()
         scaled = leading.directions[:, kept] * leading.values[kept].pow(-WHITENING) * size
@@ -197,16 +176,16 @@ def gather_info(mine: RowInfo, *, world: World) -> AllRows:
     """
     counts = world.allgather_object(len(mine.samples), name="head.counts")
     # Equal sample numbers on two ranks are different samples.
-    samples = gathered(mine.samples * world.size + world.rank, counts, world=world)
+    samples = world.allgather_rows(mine.samples * world.size + world.rank, name="head.samples")
     order = samples.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     first = sum(counts[: world.rank])
     return AllRows(
-        labels=gathered(mine.labels, counts, world=world)[order],
-        held_out=gathered(mine.held_out.int(), counts, world=world)[order].bool(),
+        labels=world.allgather_rows(mine.labels, name="head.labels")[order],
+        held_out=world.allgather_rows(mine.held_out.long(), name="head.held_out")[order].bool(),
         samples=samples[order],
-        weights=gathered(mine.weights, counts, world=world)[order],
+        weights=world.allgather_rows(mine.weights, name="head.weights")[order],
         own=place[first : first + len(mine.samples)],
     )
 
@@ -216,23 +195,7 @@ def gather_projected(mine: Tensor, everyone: AllRows, kept: Tensor, *, world: Wo
 
     `mine` are this rank's rows, (B, K).
     """
-    own, places = mine[kept[everyone.own]], everyone.places(kept)
-    counts = world.allgather_object(len(own), name="head.counts")
-    whole = torch.zeros(sum(counts), mine.shape[1])
-    for root, there in enumerate(gathered(places, counts, world=world).split(list(counts))):
-        if len(there):
-            part = own if root == world.rank else torch.zeros(len(there), mine.shape[1])
-            world.broadcast_(part, name="head.rows", root=root)
-            whole[there] = part
-    return whole
-
-
-def gathered(mine: Tensor, counts: Sequence[int], *, world: World) -> Tensor:
-    """Gather the rows `mine` of all ranks in rank order, (N, ...); `counts` has the number of each rank. Collective."""
-    whole = torch.zeros(sum(counts), *mine.shape[1:], dtype=mine.dtype)
-    for root, part in enumerate(whole.split(list(counts))):
-        if root == world.rank:
-            part.copy_(mine)
-        if len(part):
-            world.broadcast_(part, name="head.parts", root=root)
+    places = world.allgather_rows(everyone.places(kept), name="head.places")
+    whole = torch.empty(len(places), mine.shape[1])
+    whole[places] = world.allgather_rows(mine[kept[everyone.own]], name="head.rows")
     return whole

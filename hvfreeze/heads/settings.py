@@ -9,7 +9,6 @@ from typing import Annotated
 from hvfreeze.rules import between, choice, rule
 from hvfreeze.section import Alternative, Count, Section, setting
 
-MOST_CELLS = 64
 HEADS = {"sgd": ("last", "mlp"), "exact": ("last", "multi-level"), "kernel": ("multi-level",)}
 """The heads that a --head-fit can fit. Feature sizes of blocks differ a hundredfold, too much for one learning rate."""
 TOKENS = ("mean", "class", "grid")
@@ -56,7 +55,7 @@ class HeadConfig(Section):
         "sgd (trained with the model), or fitted by all ranks to frozen features: exact (logistic regression), kernel "
         "(kernel ridge regression)",
     )
-    pool: Annotated[int, between(1, MOST_CELLS)] = setting(
+    pool: Annotated[int, between(1, 64)] = setting(
         4, "P", "the feature map of each block is averaged to at most P x P cells", of=POOLED
     )
     tokens: Annotated[str, choice("auto", *TOKENS)] = setting(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
@@ -16,10 +15,8 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import TrainFeed, announce, padded_batches
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.views import Augment
-from hvfreeze.errors import NumericsError
-from hvfreeze.heads.features import every_block, part_of, token_forms
-from hvfreeze.heads.flips import POOL, some_samples
-from hvfreeze.heads.kernel import fit_kernel
+from hvfreeze.heads.features import every_block, token_forms
+from hvfreeze.heads.flips import POOL, leave_one_out, own_samples, some_samples
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation, state_kept
@@ -60,8 +57,7 @@ def try_token_forms(
         return None
     images = feed.images.shown(Augment("none", 1), mirrors=False)
     assert isinstance(images, Images), "text has no head to fit"
-    # The first rank of a replica reads its samples.
-    own = ids[np.isin(ids, feed.plan.owned(feed.replica))] if place == 0 else ids[:0]
+    own = own_samples(feed, ids, place)
 
     def see() -> list[RowsInMemory]:
         reads = [every_block(chain, pool=POOL, example=example, tokens=form) for form in forms]
@@ -74,7 +70,7 @@ def try_token_forms(
             for number, block in enumerate(chain.blocks[:-1]):
                 x = block(x)
                 for read, found in zip(reads, parts):
-                    found.append(part_of(read, number, x)[: batch.counted])
+                    found.append(read.part(number, x)[: batch.counted])
             for column, found in zip(columns, parts):
                 column.append(torch.cat(found, 1))
         samples = torch.from_numpy(own)
@@ -84,13 +80,7 @@ def try_token_forms(
 
     with state_kept(chain.model), in_evaluation(chain.model), torch.no_grad():
         rows = raise_on_all_ranks(world, see, name="tokens")
-    losses = {}
-    for form, some in zip(forms, rows):
-        try:
-            fit = fit_kernel(some, task=task, world=world, memory_bytes=0)
-        except NumericsError:
-            # On all ranks; training reports the reason.
-            return None
-        assert fit is not None and fit.chosen is not None, "a fit without `watch` runs to its end"
-        losses[form] = fit.chosen.held_out_loss
-    return TokenTrial(losses, len(ids))
+    found = leave_one_out(rows, task=task, world=world)
+    if found is None:
+        return None
+    return TokenTrial({form: trial.held_out_loss for form, trial in zip(forms, found)}, len(ids))

@@ -18,7 +18,7 @@ from hvfreeze.timing import least_seconds
 from hvfreeze.wording import plural
 
 TIMES = 3
-MOST = 2**31 - 1
+MOST = torch.iinfo(torch.int32).max
 """Largest number of classes or images; with more, torch cannot index the elements of a tensor."""
 
 
@@ -37,8 +37,16 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
         )
     try:
         images = torch.rand(batch_size, 3, image_size, image_size).contiguous(memory_format=torch.channels_last)
-        chain = build_chain(model, scheme, classes=classes, image_size=image_size)
-        table = outline_of(chain, images, model=model)
+        shape = (3, image_size, image_size)
+        built = set_memory_formats(build_model(model, num_classes=classes, image_size=image_size), shape)
+        chain = built.in_blocks(scheme=scheme, example=torch.rand(2, *shape) if ":" in model else None)
+        table = outline(chain, images)
+    except ValueError as error:
+        # BatchNorm has no statistics for one value per channel.
+        raise UsageError(
+            f"--batch-size ({batch_size}) is too small for {model} and --image-size ({image_size}): "
+            f"{reason_of(error)}; use a larger one"
+        ) from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
@@ -54,26 +62,6 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
         f"only the rest runs"
     )
     return 0
-
-
-def build_chain(model: str, scheme: str, *, classes: int, image_size: int) -> Chain:
-    """Build the model in blocks, like `hvfreeze train`."""
-    built = build_model(model, num_classes=classes, image_size=image_size)
-    built = set_memory_formats(built, (3, image_size, image_size))
-    example = torch.rand(2, 3, image_size, image_size) if ":" in model else None
-    return built.in_blocks(scheme=scheme, example=example)
-
-
-def outline_of(chain: Chain, images: Tensor, *, model: str) -> Table:
-    """Return the outline of a chain. Raises UsageError if the batch is too small for the model."""
-    try:
-        return outline(chain, images)
-    except ValueError as error:
-        # BatchNorm has no statistics for one value per channel.
-        raise UsageError(
-            f"--batch-size ({len(images)}) is too small for {model} and --image-size ({images.shape[-1]}): "
-            f"{reason_of(error)}; use a larger one"
-        ) from error
 
 
 def outline(chain: Chain, images: Tensor) -> Table:

@@ -20,8 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
-from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import (
     READING,
     Colour,
@@ -30,24 +28,18 @@ from hvfreeze.data.reading import (
     fitted,
     picture_of,
     read_rgb,
-    reading_of,
     to_pixels,
     to_rgb,
 )
-from hvfreeze.data.settings import FITS, RESAMPLES
+from hvfreeze.data.settings import FITS, MOST_PIXELS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
-from hvfreeze.data.windows import Shift
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.heads.settings import TOKENS, HeadConfig
-from hvfreeze.model.hugging_face import read_architecture
-from hvfreeze.model.weights import weights_path
+from hvfreeze.heads.settings import TOKENS
 from hvfreeze.plain_yaml import parse_plain_yaml
-from hvfreeze.runs.environment import version_of
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
 from hvfreeze.tasks import TASKS, Numbers, Task
-from hvfreeze.user_code import HF, TIMM, code_sha256, is_named_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +139,10 @@ class TextPreparation:
 
 
 FORMAT = 1
-CHUNK = 2**20
-LIBRARIES = ("torch", "torchvision", "pillow")
 PRECISIONS = ("float32", "bfloat16")
 MOST_BYTES = 2**24
 """Largest card in bytes: names of about 200,000 classes."""
-LARGEST = 4096
-LARGEST_DECODED, MOST_PIXELS = 2**16, 2**28
+LARGEST_DECODED, LARGEST_AREA = 2**16, 2**28
 """Largest side and area of images in pixels; Pillow does not open larger ones."""
 MOST_ROWS = 2**20
 
@@ -205,7 +194,7 @@ def _are_versions(value: Any) -> bool:
 
 TEXT = (_is_text, "text")
 SHA = (_is_digest, "a SHA-256 of 64 hexadecimal digits")
-SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}")
+SIDE = (lambda v: v is None or (type(v) is int and 1 <= v <= MOST_PIXELS), f"null or in 1..{MOST_PIXELS}")
 # Name of an entry -> test of a value, and description of valid values.
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("model", "blocks", "head", "data", "weights"), TEXT),
@@ -214,7 +203,7 @@ ENTRIES: dict[str, Any] = {
     "exits": (_are_exits, "an ascending list of blocks"),
     "precision": (lambda v: v in PRECISIONS, "one of " + ", ".join(PRECISIONS)),
     "batch_size": _whole(MOST_ROWS),
-    "context": (lambda v: v is None or (type(v) is int and 1 <= v <= LARGEST), f"null or in 1..{LARGEST}"),
+    "context": SIDE,
     **dict.fromkeys(("code_sha256", "weights_sha256"), (lambda v: v is None or _is_digest(v), "null or " + SHA[1])),
     **dict.fromkeys(("accuracy", "balanced_accuracy", "majority_share"), (_is_share, "null or in 0..1")),
     "task": (lambda v: v in TASKS, "one of " + ", ".join(TASKS)),
@@ -347,15 +336,6 @@ class Card:
         return self.head.endswith(MIRRORED)
 
 
-def head_named(settings: HeadConfig, *, reads_mirrored: bool = False) -> str:
-    """Return the head of the settings, in the form of `HEADS`."""
-    if settings.head != "multi-level":
-        return settings.head
-    kind = "kernel" if settings.head_fit == "kernel" else settings.head
-    tokens = "" if settings.token_form == "mean" else f":{settings.token_form}"
-    return f"{kind}:{settings.pool}{tokens}{MIRRORED if reads_mirrored else ''}"
-
-
 def write_card(path: Path, card: Card) -> None:
     """Write a card."""
     # Copies of lists: YAML would write a repeated object as an alias.
@@ -411,8 +391,8 @@ def read_card(path: Path) -> Card:
     prepared = checked(path, {**read, **image}, IMAGE_ENTRIES, within="image.")
     if (prepared["cropped_to"] or 1) > min(prepared["height"], prepared["width"]):
         raise RefusedError(f"{path} is damaged: image.cropped_to ({prepared['cropped_to']}) must fit into the image")
-    if (pixels := prepared["height"] * prepared["width"]) > MOST_PIXELS:
-        raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {MOST_PIXELS}")
+    if (pixels := prepared["height"] * prepared["width"]) > LARGEST_AREA:
+        raise RefusedError(f"{path} is damaged: image.height x image.width ({pixels}) must be at most {LARGEST_AREA}")
     prepared |= {name: tuple(float(number) for number in prepared[name]) for name in ("mean", "std")}
     prepared["background"] = tuple(prepared["background"])
     return Card(image=Preparation(**prepared), **entries)
@@ -423,61 +403,8 @@ def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while part := file.read(CHUNK):
+            while part := file.read(2**20):
                 digest.update(part)
     except OSError as error:
         raise RefusedError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
-
-
-def libraries_of(config: Config) -> tuple[str, ...]:
-    """Return the packages that a model's predictions depend on, without hvfreeze."""
-    own = {TIMM: ("timm",), HF: ("transformers",)}
-    return LIBRARIES + own.get(config.model.model.partition(":")[0] + ":", ())
-
-
-def card_of(config: Config, corpus: Corpus, transform: Transform | Shift, *, rows: int, hashed: bool) -> Card:
-    """Return the card of an unfinished run, which evaluates in batches of `rows`.
-
-    With `hashed`, the weight file is read for its digest.
-    """
-    model, data = config.model, config.data
-    path = weights_path(model.model, model.weights) if hashed else None
-    card = Card(
-        model=model.model,
-        architecture=read_architecture(model.model) if model.model.startswith(HF) else None,
-        code_sha256=code_sha256("model", model.model) if is_named_code(model.model) else None,
-        blocks=model.blocks,
-        head=head_named(config.head),
-        classes=corpus.train.classes,
-        image=None
-        if isinstance(transform, Shift)
-        else preparation_of(transform, corpus.train.image_shape, reading_of(data)),
-        context=data.context if isinstance(transform, Shift) else None,
-        precision=config.optimizer.precision,
-        batch_size=rows,
-        data=data.data,
-        weights=model.weights,
-        weights_sha256=sha256_of(path) if path else None,
-        accuracy_on="held-out" if data.validation_fraction > 0 else "test",
-        versions={"hvfreeze": __version__, **{name: version_of(name) or "unknown" for name in libraries_of(config)}},
-    )
-    return card.of_task(corpus.task)
-
-
-def preparation_of(transform: Transform, image_shape: tuple[int, ...], reading: Reading) -> Preparation:
-    """Return the preprocessing for decoded images of (C, H, W), from `transform` without augmentation."""
-    _, height, width = image_shape
-    side, square = transform.image_size, (height,) if height == width else ()
-    return Preparation(
-        height=height,
-        width=width,
-        cropped_to=transform.cropped_to,
-        enlarged_to=None if side in (transform.cropped_to, *square) else side,
-        mean=transform.mean,
-        std=transform.std,
-        reading=reading.version,
-        background=reading.background,
-        fit=reading.fit,
-        resample=reading.resample,
-    )

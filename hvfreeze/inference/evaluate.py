@@ -10,7 +10,6 @@ DIR/reliability.png and .svg
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,27 +40,25 @@ from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.windows import Windows
 from hvfreeze.errors import RefusedError
+from hvfreeze.inference.answers import Decode, collect
 from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
 from hvfreeze.inference.card import TextPreparation
-from hvfreeze.inference.evaluate_answers import Answered, measure_answers
-from hvfreeze.inference.exits import Answering, Whole, answering
+from hvfreeze.inference.evaluate_answers import Answered, measure_answers, write_evaluation
+from hvfreeze.inference.exits import Answering, answering
 from hvfreeze.inference.model import Applied, load_model
-from hvfreeze.inference.predict import Decode, answers, check_images, check_numbers, note_on_missing
+from hvfreeze.inference.predict import check_images, check_numbers, note_on_missing
 from hvfreeze.inference.run_settings import columns_in, config_of
 from hvfreeze.inference.text import evaluate_text, unshifted, windows_of
 from hvfreeze.metrics import auroc, balanced_accuracy, in_words, of_classes
 from hvfreeze.report.figures import STYLE, WIDE, clipped, save_figure
 from hvfreeze.report.tables import percent, to_csv, write_text
 from hvfreeze.runs.reading import printable
-from hvfreeze.runs.record import finite
 from hvfreeze.tasks import NO_ANSWER, classes_of
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import on_one_line, plural
 
 MOST_NAMED, MOST_NUMBERED, LONGEST = 60, 20, 24
 DEPTH = 5
-NOT_USED = -1
-"""Placeholder for the class of a sample that does not count."""
 MOST_PRINTED = 40
 """Number of classes above which only the worst are printed."""
 
@@ -246,16 +243,16 @@ class Result:
     """Mean loss over samples."""
     count: int
     correct: int
-    calibration: Calibration | None = None
+    calibration: Calibration
     """Calibration of the probabilities."""
-    unanswered: int = 0
+    unanswered: int
     """Number of samples with an output of NaN or Inf; they count as wrong."""
+    macro_f1: float
+    """Mean F1 over classes."""
+    auroc: float
+    """Area under the ROC curve; NaN if too few classes have samples."""
     left_out: tuple[str, ...] = ()
     """Reasons why samples were skipped."""
-    macro_f1: float = math.nan
-    """Mean F1 over classes."""
-    auroc: float = math.nan
-    """Area under the ROC curve; NaN if too few classes have samples."""
 
     @property
     def accuracy(self) -> float:
@@ -306,7 +303,7 @@ def evaluate(
     applied = load_model(run_dir, name=name, trust_code=trust_code)
     answer = answering(applied, exit_at=exit_at, confidence=confidence)
     if isinstance(applied.transform, TextPreparation):
-        check_images(applied, run_dir, skip_bad=skip_bad)
+        check_images(applied.card, run_dir, skip_bad=skip_bad)
         windows, ids, what = own_windows(applied, run_dir) if data_dir is None else windows_of(applied, data_dir)
         return evaluate_text(applied, windows, ids, name=what, own=data_dir is None, out=out, batch_size=batch_size)
     samples = (
@@ -316,10 +313,10 @@ def evaluate(
     )
     result: Result | Answered
     if applied.card.task == "classes":
-        result = measure(applied, samples, answer, batch_size=batch_size)
+        result = measure(answer, samples, batch_size=batch_size)
         print(describe(applied, samples, result))
     else:
-        result = measure_answers(applied, samples.decode, samples.labels, answer, batch_size=batch_size)
+        result = measure_answers(answer, samples.decode, samples.labels, batch_size=batch_size)
         print(result.in_words(applied, samples.name))
     if answer.told():
         print(printable(answer.told()))
@@ -340,49 +337,26 @@ def evaluate(
     return 0
 
 
-def measure(
-    applied: Applied,
-    samples: EvaluatedSamples,
-    answer: Answering | None = None,
-    *,
-    batch_size: int | None = None,
-) -> Result:
+def measure(answer: Answering, samples: EvaluatedSamples, *, batch_size: int | None = None) -> Result:
     """Return the result for all readable samples.
 
     Raises:
         BrokenImagesError: all samples are unreadable; names them.
     """
-    answer, count = answer or Whole(applied), len(samples.labels)
-    answered, sure = torch.full_like(samples.labels, NOT_USED), torch.empty(count, dtype=torch.float64)
-    among_best, loss, bad, scores = 0, 0.0, dict[int, str](), torch.zeros(count, len(applied.classes))
-    for rows, logits in answers(applied, samples.decode, count, batch_size=batch_size, answer=answer, bad=bad):
-        answer.take(len(logits))
-        labels = samples.labels[rows]
-        best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
-        answered[rows], scores[rows] = classes_of(logits), logits
-        sure[rows] = logits.double().softmax(1).amax(1)
-        among_best += int(((best == labels[:, None]).any(1) & (answered[rows] != NO_ANSWER)).sum())
-        loss += float(functional.cross_entropy(logits.double(), labels)) * len(labels)
-    used = answered != NOT_USED
-    if bad and not used.any():
-        raise BrokenImagesError([printable(reason) for reason in bad.values()])
-    labels, loss = samples.labels[used], loss / int(used.sum())
-    result = judge(labels, answered[used], applied.classes, among_best=among_best, loss=loss, sure=sure[used])
-    unanswered, area = int((answered == NO_ANSWER).sum()), auroc(labels.numpy(), scores[used].numpy())
-    return replace(result, left_out=tuple(bad.values()), unanswered=unanswered, auroc=area)
+    found = collect(answer, samples.decode, len(samples.labels), batch_size=batch_size)
+    result = judge(samples.labels[found.rows], found.logits, answer.applied.classes, sizes=found.sizes)
+    return replace(result, left_out=found.left_out)
 
 
-def judge(
-    labels: Tensor,
-    answered: Tensor,
-    classes: Sequence[str],
-    *,
-    among_best: int,
-    loss: float,
-    sure: Tensor | None = None,
-) -> Result:
-    """Return the result of predictions, (N,), for labels, (N,); `sure` are the probabilities of predictions, (N,)."""
-    truth, found, known = labels.numpy(), answered.numpy(), range(len(classes))
+def judge(labels: Tensor, logits: Tensor, classes: Sequence[str], *, sizes: Sequence[int]) -> Result:
+    """Return the result of (N, classes) logits for labels, (N,); the loss is summed by batches of these sizes."""
+    truth, known, answered = labels.numpy(), range(len(classes)), classes_of(logits)
+    found = answered.numpy()
+    best = logits.argsort(dim=1, descending=True, stable=True)[:, :DEPTH]
+    loss = sum(
+        float(functional.cross_entropy(some.double(), right)) * len(right)
+        for some, right in zip(logits.split(list(sizes)), labels.split(list(sizes)), strict=True)
+    )
     confusion = confusion_matrix(truth, found, labels=known)
     precision, recall, _, samples = precision_recall_fscore_support(truth, found, labels=known, zero_division=0)
     rows = [
@@ -396,9 +370,18 @@ def judge(
         }
         for index, name in enumerate(classes)
     ]
-    calibration = None if sure is None else Calibration.of(sure.numpy(), found == truth)
-    f1 = of_classes(truth, found)["macro_f1"]
-    return Result(confusion, rows, among_best, loss, len(labels), int(confusion.trace()), calibration, macro_f1=f1)
+    return Result(
+        confusion,
+        rows,
+        among_best=int(((best == labels[:, None]).any(1) & (answered != NO_ANSWER)).sum()),
+        loss=loss / len(labels),
+        count=len(labels),
+        correct=int(confusion.trace()),
+        calibration=Calibration.of(logits.double().softmax(1).amax(1).numpy(), found == truth),
+        unanswered=int((answered == NO_ANSWER).sum()),
+        macro_f1=of_classes(truth, found)["macro_f1"],
+        auroc=auroc(truth, logits.numpy()),
+    )
 
 
 def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str:
@@ -427,20 +410,18 @@ def describe(applied: Applied, samples: EvaluatedSamples, result: Result) -> str
     for name, row in zip(names, rows):
         precision = "-" if row["precision"] is None else percent(row["precision"])
         lines.append(f"{name:{width}}  {row['samples']:7d}  {percent(row['recall']):>7}  {precision:>9}")
-    found = result.calibration
-    if found is not None:
-        areas = {} if math.isnan(result.auroc) else {"auroc": result.auroc}
-        lines.append(in_words({"macro_f1": result.macro_f1, **areas}))
-        lines.append(
-            f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {result.in_words()}; expected "
-            f"calibration error {percent(found.error, 2)} ({BINS} bins)"
-        )
+    found, areas = result.calibration, {} if math.isnan(result.auroc) else {"auroc": result.auroc}
+    lines.append(in_words({"macro_f1": result.macro_f1, **areas}))
+    lines.append(
+        f"mean confidence {percent(found.mean_confidence, 2)}, accuracy {result.in_words()}; expected "
+        f"calibration error {percent(found.error, 2)} ({BINS} bins)"
+    )
     return printable("\n".join(lines))
 
 
 def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *, out: Path) -> None:
     """Write the result to the folder `out`."""
-    found = {
+    numbers = {
         "samples": result.count,
         "left_out": len(result.left_out),
         "correct": result.correct,
@@ -451,18 +432,12 @@ def write_result(applied: Applied, samples: EvaluatedSamples, result: Result, *,
         "auroc": result.auroc,
         "top5_accuracy": result.among_best / result.count,
         "loss": result.loss,
-        "data": printable(samples.name),
-        "model": applied.card.model,
-        "parameter_digest": applied.card.parameter_digest,
     }
-    if result.calibration is not None:
-        found |= {
-            "mean_confidence": result.calibration.mean_confidence,
-            "expected_calibration_error": result.calibration.error,
-        }
-        write_text(out / "reliability.csv", to_csv(result.calibration.rows()))
-        save_figure(plot_calibration(result.calibration), out / "reliability")
-    write_text(out / "evaluation.json", json.dumps(finite(found), indent=1) + "\n")
+    calibration = result.calibration
+    sure = {"mean_confidence": calibration.mean_confidence, "expected_calibration_error": calibration.error}
+    write_evaluation(applied, samples.name, out, numbers, **sure)
+    write_text(out / "reliability.csv", to_csv(calibration.rows()))
+    save_figure(plot_calibration(calibration), out / "reliability")
     write_text(out / "classes.csv", to_csv(result.rows))
     first = "true class"
     while first in applied.classes:

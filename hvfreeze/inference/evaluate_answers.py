@@ -7,17 +7,16 @@ DIR/labels.csv, numbers.csv       metrics of every label or number
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hvfreeze.data.images import BrokenImagesError
+from hvfreeze.inference.answers import Decode, collect
 from hvfreeze.inference.exits import Answering
 from hvfreeze.inference.model import Applied
-from hvfreeze.inference.predict import Decode, answers
 from hvfreeze.metrics import in_words
 from hvfreeze.report.tables import to_csv, write_text
 from hvfreeze.runs.reading import printable
@@ -49,16 +48,8 @@ class Answered:
 
     def write(self, applied: Applied, name: str, out: Path) -> None:
         """Write the numbers to the folder `out`."""
-        found = {
-            "samples": self.count,
-            "left_out": len(self.left_out),
-            **self.metrics,
-            "loss": self.loss,
-            "data": printable(name),
-            "model": applied.card.model,
-            "parameter_digest": applied.card.parameter_digest,
-        }
-        write_text(out / "evaluation.json", json.dumps(finite(found), indent=1) + "\n")
+        numbers = {"samples": self.count, "left_out": len(self.left_out), **self.metrics, "loss": self.loss}
+        write_evaluation(applied, name, out, numbers)
         write_text(out / f"{applied.card.task}.csv", to_csv(self.rows))
 
 
@@ -67,24 +58,27 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def measure_answers(
-    applied: Applied, decode: Decode, labels: Tensor, answer: Answering, *, batch_size: int | None
-) -> Answered:
-    """Return the metrics of the model's predictions for all samples; `labels` are in user units.
+def measure_answers(answer: Answering, decode: Decode, labels: Tensor, *, batch_size: int | None) -> Answered:
+    """Return the metrics of the model's predictions for all readable samples; `labels` are in user units.
 
     Raises:
-        BrokenImagesError: no sample can be used; names all of them.
+        BrokenImagesError: all samples are unreadable; names them.
     """
-    task, bad = applied.card.answers, dict[int, str]()
-    logits, used, unanswered = torch.zeros(labels.shape), torch.zeros(len(labels), dtype=torch.bool), 0
-    for rows, found in answers(applied, decode, len(labels), batch_size=batch_size, answer=answer, bad=bad):
-        answer.take(len(found))
-        logits[rows], used[rows] = found, True
-        unanswered += sum(not task.answered(one) for one in found)
-    if bad and not used.any():
-        raise BrokenImagesError([printable(reason) for reason in bad.values()])
-    logits, truth = logits[used], task.from_units(labels[used])
-    said, known = task.kept(logits).numpy(), truth.numpy()
-    loss = float(task.losses(logits.double(), truth).mean())
-    table = task.by_output(said, known, applied.classes)
-    return Answered(task.metrics(said, known), table, loss, len(truth), unanswered, tuple(bad.values()))
+    applied = answer.applied
+    task, found = applied.card.answers, collect(answer, decode, len(labels), batch_size=batch_size)
+    truth = task.from_units(labels[found.rows])
+    said, known = task.kept(found.logits).numpy(), truth.numpy()
+    return Answered(
+        metrics=task.metrics(said, known),
+        rows=task.by_output(said, known, applied.classes),
+        loss=float(task.losses(found.logits.double(), truth).mean()),
+        count=len(truth),
+        unanswered=sum(not task.answered(one) for one in found.logits),
+        left_out=found.left_out,
+    )
+
+
+def write_evaluation(applied: Applied, name: str, out: Path, numbers: Mapping[str, Any], **more: Any) -> None:
+    """Write evaluation.json: the numbers, what they belong to, and more numbers."""
+    origin = {"data": printable(name), "model": applied.card.model, "parameter_digest": applied.card.parameter_digest}
+    write_text(out / "evaluation.json", json.dumps(finite({**numbers, **origin, **more}), indent=1) + "\n")

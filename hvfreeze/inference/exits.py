@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,40 +18,27 @@ from hvfreeze.report.tables import percent
 ENSEMBLE = "ensemble"
 
 
-class Answering(Protocol):
-    """A way to predict with a model."""
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return (B, classes) float32 logits for (B, C, H, W) float32."""
-
-    def take(self, rows: int) -> list[dict[str, Any]]:
-        """Count the first `rows` samples of the last batch, and return table columns for each."""
-
-    def told(self) -> str:
-        """Return log lines about the counted samples, if any."""
-
-
 @dataclass
-class Whole:
+class Answering:
     """Prediction with the whole model."""
 
     applied: Applied
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the model's logits."""
+        """Return (B, classes) float32 logits for (B, C, H, W) float32."""
         return self.applied.logits(images)
 
     def take(self, rows: int) -> list[dict[str, Any]]:
-        """Return no columns."""
+        """Count the first `rows` samples of the last batch, and return table columns for each."""
         return [{} for _ in range(rows)]
 
     def told(self) -> str:
-        """Return nothing."""
+        """Return log lines about the counted samples, if any."""
         return ""
 
 
 @dataclass
-class Leaving:
+class Leaving(Answering):
     """Prediction with early exits.
 
     Args:
@@ -62,7 +49,6 @@ class Leaving:
         together: whether to average the probabilities of all exits.
     """
 
-    applied: Applied
     exits: EarlyExits
     last: int
     confidence: float | None = None
@@ -146,7 +132,7 @@ def answering(applied: Applied, *, exit_at: str | None, confidence: float | None
         UsageError: the model has no such exit, or a number is invalid.
     """
     if exit_at is None and confidence is None:
-        return Whole(applied)
+        return Answering(applied)
     flag, value = ("exit", exit_at) if exit_at is not None else ("exit-confidence", confidence)
     if applied.exits is None:
         raise UsageError(

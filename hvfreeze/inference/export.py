@@ -30,7 +30,7 @@ from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.weights import read_weights
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import printable
-from hvfreeze.wording import plural
+from hvfreeze.wording import plural, reason_in_a_line
 
 INPUT = "pixels"
 OUTPUTS = {"classes": "logits", "labels": "logits", "numbers": "numbers"}
@@ -39,8 +39,6 @@ IMAGES = 16
 """Number of images for checking a file."""
 WORST = 1e-2
 """Largest accepted difference as a share of the largest output; rounding gives 1e-6 to 1e-4."""
-LONGEST = 200
-"""Characters of an exporter's message that are shown."""
 Run = Callable[[Tensor], Tensor]
 """Function from pixels to outputs that runs a file."""
 
@@ -262,6 +260,5 @@ def exporting(module: nn.Module, what: str) -> Iterator[None]:
     except HvfreezeError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:LONGEST] or type(error).__name__
         name = type(getattr(module, "model", module)).__name__
-        raise RefusedError(f"{name} cannot be exported as {what}: {reason}") from error
+        raise RefusedError(f"{name} cannot be exported as {what}: {reason_in_a_line(error)}") from error

@@ -8,8 +8,6 @@ names = [applied.classes[row] for row in applied.logits(batch).argmax(1)]
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +16,12 @@ from torch import Tensor, nn
 
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
-from hvfreeze.inference.card import Card, Preparation, TextPreparation, read_card, sha256_of
+from hvfreeze.inference.card import Card, Preparation, TextPreparation, sha256_of
+from hvfreeze.inference.finished import ModelFiles, find_model, is_unfinished, resume_advice
 from hvfreeze.model.early_exits import EarlyExits, add_exits
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_precision
 from hvfreeze.model.weights import read_weights
-from hvfreeze.runs.directory import resuming
-from hvfreeze.runs.reading import read_object
-from hvfreeze.user_code import code_sha256, is_named_code
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +70,15 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
     Raises:
         RefusedError: there is no finished model, a file is missing or damaged, or the files do not match.
     """
-    root = Path(run_dir)
-    weights, about = root / f"{name}.pt", root / f"{name}.yaml"
-    check_finished(root, weights, about)
-    card = read_card(about)
-    check_trusted(card, about, trust_code=trust_code)
+    return load_files(find_model(run_dir, name=name, trust_code=trust_code))
+
+
+def load_files(files: ModelFiles) -> Applied:
+    """Load the model in these files. Raises RefusedError if the weights are damaged or do not match the card."""
+    weights, about, card = files.weights, files.about, files.card
     found = sha256_of(weights)
     if found != card.sha256:
+        root = weights.parent
         raise RefusedError(
             f"{weights} does not match {about.name}: its SHA-256 is {found[:12]}..., not "
             f"{card.sha256[:12]}...; {resume_advice(root) if is_unfinished(root) else 'restore both files of one run'}"
@@ -99,54 +97,6 @@ def load_model(run_dir: str | os.PathLike[str], *, name: str = "model", trust_co
         )
     model.load_state_dict(state)
     return Applied(model.eval(), card.preparation, card.classes, card, exits)
-
-
-def check_trusted(card: Card, about: Path, *, trust_code: bool) -> None:
-    """Refuse a custom model unless its code is trusted; warn if its file has changed."""
-    if not is_named_code(card.model):
-        return
-    if not trust_code:
-        raise RefusedError(
-            f"{about}: the model comes from the function {card.model}; if you trust its code, use "
-            f"--trust-code or trust_code=True"
-        )
-    try:
-        now = code_sha256("model", card.model)
-    except UsageError as error:
-        raise RefusedError(f"{about} cannot be applied: {error}") from error
-    if now != card.code_sha256:
-        warnings.warn(f"the file of {card.model} has changed since the training", stacklevel=2)
-
-
-def check_finished(root: Path, weights: Path, about: Path) -> None:
-    """Refuse a directory without a model and its card, with the way out."""
-    if not root.is_dir():
-        raise RefusedError(f"run directory {root} does not exist; name the directory of a finished run")
-    config = root / "config.yaml"
-    if not weights.exists() and (others := sorted(path.stem for path in root.glob("model*.pt"))):
-        raise RefusedError(
-            f"{root} holds no {weights.name}, but {' and '.join(others)}; choose one with --model-name "
-            f"{others[0]}, or hvfreeze.load_model(run, name={others[0]!r})"
-        )
-    if not weights.exists():
-        way = resume_advice(root) if config.exists() else "name the directory of a finished run"
-        raise RefusedError(f"{root} holds no finished model ({weights.name} is missing); {way}")
-    if not about.exists():
-        copy = f"copy it with {weights.name} from the run directory"
-        raise RefusedError(f"{about} is missing; {resume_advice(root) if is_unfinished(root) else copy}")
-
-
-def is_unfinished(root: Path) -> bool:
-    """Return True if a run has not ended, for example killed while writing its model."""
-    return (root / "config.yaml").exists() and not (root / "summary.json").exists()
-
-
-def resume_advice(root: Path) -> str:
-    """Return the command that continues the run in a directory, on the same number of ranks."""
-    ranks = None
-    with suppress(RefusedError):
-        ranks = read_object(root / "environment.json", ()).get("size")
-    return f"continue the run with: {resuming(root, ranks=ranks if type(ranks) is int else 1)}"
 
 
 def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:

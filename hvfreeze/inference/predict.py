@@ -7,77 +7,32 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
-from hvfreeze.data.images import MOST_LISTED, SUFFIXES, BrokenImagesError, listed
+from hvfreeze.data.images import SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.own import read_image
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
-from hvfreeze.inference.card import TextPreparation
-from hvfreeze.inference.exits import Answering, answering
-from hvfreeze.inference.model import Applied, load_model
+from hvfreeze.inference.answers import Decoding, answers, rows_of
+from hvfreeze.inference.card import Card, Preparation
+from hvfreeze.inference.finished import find_model
 from hvfreeze.inference.run_settings import columns_in
-from hvfreeze.inference.text import Drawing, continue_text
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
+from hvfreeze.torch_imports import kept_for_good
 from hvfreeze.user_code import HF
-from hvfreeze.wording import plural
+from hvfreeze.wording import MOST_NAMED, plural
 
-Decode = Callable[[int], PixelArray]
-"""Function that returns the preprocessed (3, H, W) uint8 pixels of sample 0..N-1."""
-
-
-def answers(
-    applied: Applied,
-    decode: Decode,
-    count: int,
-    *,
-    batch_size: int | None,
-    answer: Callable[[Tensor], Tensor],
-    bad: dict[int, str],
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the samples of each batch and their (B, classes) float32 logits, in order.
-
-    Samples that cannot be decoded are skipped and added to `bad` with the reason. All batches have the shape
-    (batch_size, ...), because other shapes may change the last bits; smaller ones are padded. `batch_size` is at most
-    `count`. `decode` is called in threads.
-    """
-    rows = min(batch_size, max(1, count)) if batch_size else applied.card.batch_size
-    starts = list(range(0, count, rows))
-    pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="decode")
-
-    def begin(start: int) -> list[Future[PixelArray]]:
-        return [pool.submit(decode, row) for row in range(start, min(start + rows, count))]
-
-    try:
-        ahead = begin(0)
-        for start in starts:
-            pixels: dict[int, PixelArray] = {}
-            for row, future in enumerate(ahead, start):
-                try:
-                    pixels[row] = future.result()
-                except RefusedError as error:
-                    bad[row] = str(error)
-            ahead = begin(start + rows)
-            if pixels:
-                found = list(pixels.values())
-                whole = np.stack([*found, *found[-1:] * (rows - len(found))])
-                yield list(pixels), answer(applied.preparation.normalised(torch.from_numpy(whole)))[: len(found)]
-    finally:
-        pool.shutdown(cancel_futures=True)
+if TYPE_CHECKING:
+    from hvfreeze.inference.exits import Answering
 
 
 def predict(
@@ -88,7 +43,7 @@ def predict(
     out: Path | None,
     top: int | None,
     batch_size: int | None,
-    drawing: Drawing | None = None,
+    drawing: Mapping[str, Any] | None = None,
     trust_code: bool = False,
     exit_at: str | None = None,
     confidence: float | None = None,
@@ -96,9 +51,10 @@ def predict(
 ) -> int:
     """Print the `top` classes of image files and of all images in folders, or write them to `out`; return 0.
 
-    Batches are written as soon as they are computed. Unreadable images are named at the end. For a language model,
-    `given` is a text, which `drawing` continues. With early exits, see `answering`, the share of samples and operations
-    per exit is printed, to stderr if the classes go to stdout.
+    Images are decoded while the model is loaded, and batches are written as soon as they are computed. Unreadable
+    images are named at the end. For a language model, `given` is a text, which is continued with the `Drawing` of the
+    settings `drawing`. With early exits, see `answering`, the share of samples and operations per exit is printed, to
+    stderr if the classes go to stdout.
 
     Raises:
         UsageError: a number is invalid, or for another kind of model.
@@ -107,62 +63,74 @@ def predict(
         NumericsError: after the output, the model's outputs for some samples are NaN or Inf.
     """
     check_numbers(batch_size=batch_size, top=1 if top is None else top)
-    applied = load_model(run_dir, name=name, trust_code=trust_code)
+    files = find_model(run_dir, name=name, trust_code=trust_code)
+    card = files.card
     if out is not None and out.is_dir():
         raise UsageError(f"--out ({out}) must be a file, not a folder; add a name such as {out / 'predictions.csv'}")
-    answer = answering(applied, exit_at=exit_at, confidence=confidence)
-    if isinstance(applied.transform, TextPreparation):
-        check_images(applied, run_dir, skip_bad=skip_bad, batch_size=batch_size)
-        return continue_text(applied, " ".join(given), drawing or Drawing(), top=top, out=out)
-    if drawing is not None:
-        raise UsageError(
-            f"--length, --temperature and --seed are for language models, and {run_dir} has {applied.card.model}"
-        )
+
+    def load() -> Answering:
+        # Here, because these import torchvision, which takes longer than torch.
+        with kept_for_good():
+            from hvfreeze.inference.exits import answering
+            from hvfreeze.inference.model import load_files
+
+        return answering(load_files(files), exit_at=exit_at, confidence=confidence)
+
+    if card.image is None:
+        from hvfreeze.inference.text import Drawing, continue_text
+
+        check_images(card, run_dir, skip_bad=skip_bad, batch_size=batch_size)
+        drawn = Drawing(**drawing or {})
+        return continue_text(load().applied, " ".join(given), drawn, top=top, out=out)
+    if drawing:
+        raise UsageError(f"--length, --temperature and --seed are for language models, and {run_dir} has {card.model}")
     if "" in given:
         raise UsageError("an IMAGE is the empty path; a shell variable may be unset")
-    classify(
-        applied,
-        named_images(applied, given, columns_in(run_dir)),
-        answer,
-        out=out,
-        top=top or 1,
-        batch_size=batch_size,
-        skip_bad=skip_bad,
-    )
+    if card.task != "classes" and (top or 1) > 1:
+        raise UsageError(f"--top ({top}) is for classes, and the model predicts {card.task}; omit it")
+    if (top or 1) > len(card.classes):
+        raise UsageError(f"--top ({top}) must be at most {len(card.classes)}, the number of classes")
+    images = named_images(card.image, given, columns_in(run_dir))
+    rows = rows_of(card, len(images), batch_size)
+    with closing(Decoding(lambda row: images[row].decode(), len(images), rows=rows)) as decoding:
+        classify(card, images, decoding, load(), out=out, top=top or 1, skip_bad=skip_bad)
     return 0
 
 
 def classify(
-    applied: Applied,
+    card: Card,
     images: Sequence[NamedImage],
+    decoding: Decoding,
     answer: Answering,
     *,
     out: Path | None,
     top: int,
-    batch_size: int | None,
     skip_bad: bool,
 ) -> None:
     """Write the classes of images; see `predict`."""
-    if applied.card.task != "classes" and top > 1:
-        raise UsageError(f"--top ({top}) is for classes, and the model predicts {applied.card.task}; omit it")
-    if top > len(applied.classes):
-        raise UsageError(f"--top ({top}) must be at most {len(applied.classes)}, the number of classes")
-    bad: dict[int, str] = {}
-    missing: list[int] = []
-    count = 0
+    assert card.image is not None
+    task, bad = card.answers, dict[int, str]()
+    missing = count = 0
     with table_at(out) as write:
-        for rows in predictions(applied, images, answer, top=top, batch_size=batch_size, bad=bad, missing=missing):
-            text = to_csv(rows)
+        for rows, logits in answers(decoding, card.image, answer, bad):
+            columns = answer.take(len(logits))
+            missing += sum(not task.answered(one) for one in logits)
+            text = to_csv(
+                [
+                    {"path": images[row].name, **task.columns(one, card.classes, top=top), **more}
+                    for row, one, more in zip(rows, logits, columns, strict=True)
+                ]
+            )
             write(text if count == 0 else text.partition("\n")[2])
             count += len(rows)
     if out is not None and count:
-        classes = plural(len(applied.classes), *applied.card.answers.nouns)
+        classes = plural(len(card.classes), *task.nouns)
         print(f"{plural(count, 'image')} of {classes}: {printable(str(out))}")
     if answer.told() and count:
         print(printable(answer.told()), file=sys.stderr if out is None else sys.stdout)
     report_bad([printable(reason) for reason in bad.values()], count=count, skip_bad=skip_bad)
     if missing:
-        raise NumericsError(note_on_missing(len(missing), count))
+        raise NumericsError(note_on_missing(missing, count))
 
 
 @contextmanager
@@ -187,7 +155,7 @@ def report_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
     Raises:
         BrokenImagesError: images are unreadable without `skip_bad`, or all of them are.
     """
-    if len(reasons) > MOST_LISTED:
+    if len(reasons) > MOST_NAMED:
         for reason in reasons:
             print(f"hvfreeze: {reason.partition(';')[0]}", file=sys.stderr)
     if reasons and not (skip_bad and count):
@@ -197,13 +165,11 @@ def report_bad(reasons: Sequence[str], *, count: int, skip_bad: bool) -> None:
         print(f"hvfreeze: note: {left_out} left out as unreadable: {listed(reasons)}", file=sys.stderr)
 
 
-def check_images(applied: Applied, run_dir: Path, *, skip_bad: bool, batch_size: int | None = None) -> None:
+def check_images(card: Card, run_dir: Path, *, skip_bad: bool, batch_size: int | None = None) -> None:
     """Raise UsageError for flags of images with a language model."""
     for flag, given in (("--skip-bad", skip_bad), (f"--batch-size ({batch_size})", batch_size is not None)):
         if given:
-            raise UsageError(
-                f"{flag} is for images, and {run_dir} has the language model {applied.card.model}; omit it"
-            )
+            raise UsageError(f"{flag} is for images, and {run_dir} has the language model {card.model}; omit it")
 
 
 def note_on_missing(count: int, of: int) -> str:
@@ -229,9 +195,9 @@ class NamedImage(NamedTuple):
     """Function that returns its preprocessed pixels."""
 
 
-def named_images(applied: Applied, given: Sequence[str], columns: Columns) -> list[NamedImage]:
+def named_images(preparation: Preparation, given: Sequence[str], columns: Columns) -> list[NamedImage]:
     """Return the images of files, folders, tables and datasets hf:PATH, in the given order."""
-    preparation, found = applied.preparation, list[NamedImage]()
+    found = list[NamedImage]()
 
     def in_set(name: str, images: HubImages, row: int) -> PixelArray:
         return preparation.pixels(read_image(name, images, row, reading=preparation.how))
@@ -266,32 +232,3 @@ def list_images(named: Sequence[Path], columns: Columns) -> list[Path]:
             print(printable(f"hvfreeze: note: {note}"), file=sys.stderr)
         paths += [path / name for name in inside]
     return paths
-
-
-def predictions(
-    applied: Applied,
-    images: Sequence[NamedImage],
-    answer: Answering,
-    *,
-    top: int,
-    batch_size: int | None = None,
-    bad: dict[int, str],
-    missing: list[int],
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each batch, one per image: its name, the prediction (the `top` classes), and its exit.
-
-    Unreadable images are skipped and added to `bad`, by their indices in `images`, with the reason; images without a
-    prediction are added to `missing`.
-    """
-    task = applied.card.answers
-
-    def decode(row: int) -> PixelArray:
-        return images[row].decode()
-
-    for rows, logits in answers(applied, decode, len(images), batch_size=batch_size, answer=answer, bad=bad):
-        columns = answer.take(len(logits))
-        missing += [row for row, one in zip(rows, logits, strict=True) if not task.answered(one)]
-        yield [
-            {"path": images[row].name, **task.columns(one, applied.classes, top=top), **more}
-            for row, one, more in zip(rows, logits, columns, strict=True)
-        ]

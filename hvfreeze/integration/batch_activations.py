@@ -17,13 +17,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from hvfreeze.errors import UsageError
 
 TOLERANCE = 1e-3
-"""Tolerance of mixing weights that must add up to 1."""
+"""Tolerance of mixing weights that must add up to 1; at least four roundings of the rows' type."""
 MIXED = (
     "suffix() needs unmixed rows of this model: it also takes other inputs of each sample, and these are not mixed "
     "with the rows. Mix inside the model, or train without CachedLoader"
 )
-COARSE = 3e-2
-"""The same in 16-bit types."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class BatchActivations(Tensor):
             return self.tensor, origin.inputs
         example, expected = self._example, origin.equal_rows(len(rows) if rows.dim() else 1)
         exact = not (origin.dtype.is_floating_point and rows.dtype.is_floating_point)
-        tolerance = 0.0 if exact else COARSE if rows.element_size() < 4 else TOLERANCE
+        tolerance = 0.0 if exact else max(TOLERANCE, 4 * torch.finfo(rows.dtype).eps)
         whole = rows.dim() > 0 and rows.shape[1:] == origin.shape and not (exact and rows.dtype != origin.dtype)
         if not whole or not torch.allclose(example.double(), expected.double(), rtol=tolerance, atol=tolerance):
             raise UsageError(

@@ -361,9 +361,9 @@ class CachedLoader:
         ids = np.arange(place, len(self._samples), share, dtype=np.int64)
         owned_keys = np.tile(ids, len(views)), np.repeat(np.asarray(views, np.int64), len(ids))
         present = raise_on_all_ranks(
-            self._world, lambda: self._activations.present(fingerprint, owned_keys), name="loader.present"
+            self._world, lambda: self._activations.store_of(fingerprint, owned_keys), name="loader.present"
         )
-        there = all(self._world.allgather_object(present.rows == len(owned_keys[0]), name="loader.there"))
+        there = all(self._world.allgather_object(present.num_present == len(owned_keys[0]), name="loader.there"))
         if left <= len(views) and not there:
             self._follow(*self._samples.some())
             return

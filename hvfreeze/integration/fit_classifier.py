@@ -19,11 +19,10 @@ from hvfreeze.errors import UsageError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.kernel import PENALTIES, fit_kernel
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
-from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.settings import TOKENS
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import solver_memory
-from hvfreeze.integration.fit_head import HELD_OUT_EVERY, checked, weigh_rows
+from hvfreeze.integration.fit_head import checked, weighted_rows
 from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.blocks import cut_into_blocks
@@ -122,15 +121,7 @@ def fit_classifier(
     features, labels = raise_on_all_ranks(world, see, name="head.features")
     classifier = found[0]
     answers = TASKS[task](classifier.head.out_features)
-    features, labels, weights = weigh_rows(features, labels, class_weights, sample_weight, answers, world)
-    samples, views = torch.arange(len(labels)), features.shape[1]
-    rows = RowsInMemory(
-        features.flatten(0, 1),
-        labels.repeat_interleave(views, 0),
-        (samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1).repeat_interleave(views),
-        (samples * world.size + world.rank).repeat_interleave(views),
-        weights.repeat_interleave(views),
-    )
+    rows = weighted_rows(features, labels, class_weights, sample_weight, answers, world)
     del features
     fit = fit_kernel(
         rows,

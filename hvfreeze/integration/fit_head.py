@@ -25,7 +25,8 @@ from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.traced import call
-from hvfreeze.tasks import TASKS, Classes, Task, class_weights, find_odd_weight
+from hvfreeze.row_weights import class_weights, find_odd_weight
+from hvfreeze.tasks import TASKS, Classes, Task
 
 HELD_OUT_EVERY = 10
 """Every tenth sample chooses the penalty, as in `hvfreeze auto`."""
@@ -74,10 +75,7 @@ def fit_head(
     whole = getattr(model, "module", model)
     layer, features, labels = raise_on_all_ranks(world, lambda: see(whole, loader, task, split), name="head.features")
     answers = TASKS[task](layer.out_features)
-    features, labels, weights = weigh_rows(features, labels, class_weights, sample_weight, answers, world)
-    held_out = torch.arange(len(labels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-    samples = torch.arange(len(labels)) * world.size + world.rank
-    rows = RowsInMemory(features, labels, held_out, samples, weights)
+    rows = weighted_rows(features[:, None], labels, class_weights, sample_weight, answers, world)
     fit = fit_linear(rows, task=answers, world=world, penalties=PENALTIES if penalty is None else [penalty])
     assert fit is not None, "nobody stops it"
     take(layer, fit)
@@ -138,24 +136,34 @@ def checked(labels: Tensor, shape: torch.Size, task: str) -> Tensor:
     return labels.float().clone()
 
 
-def weigh_rows(
+def weighted_rows(
     features: Tensor,
     labels: Tensor,
     by_class: str | Sequence[float] | None,
     by_sample: Tensor | Sequence[float] | None,
     task: Task,
     world: World,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features and labels of this rank's samples with a weight above 0, and these weights. Collective.
+) -> RowsInMemory:
+    """Return the rows of this rank's samples with a weight above 0, every tenth sample held out. Collective.
 
-    Weights, (N,) float32, are those of the class times those of the sample.
+    `features` are (N, V, D), for each view of a sample. Weights are those of the class times those of the sample.
     """
     weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
     kept = weights > 0
     if not bool(kept.all()):
         features, labels, weights = features[kept], labels[kept], weights[kept]
-    if by_class is None:
-        return features, labels, weights
+    if by_class is not None:
+        weights = weights * weights_of_classes(labels, weights, by_class, task, world)
+    samples, views = torch.arange(len(labels)), features.shape[1]
+    held_out = samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    columns = (labels, held_out, samples * world.size + world.rank, weights)
+    return RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
+
+
+def weights_of_classes(
+    labels: Tensor, weights: Tensor, by_class: str | Sequence[float], task: Task, world: World
+) -> Tensor:
+    """Return each sample's weight by its class, (N,) float32, where `weights` are those of the samples. Collective."""
     if not isinstance(task, Classes):
         raise UsageError("class_weights is of task='classes' alone").on_all_ranks()
     if isinstance(by_class, str):
@@ -163,13 +171,13 @@ def weigh_rows(
             raise UsageError(f"class_weights ({by_class}) must be balanced, or a number for each class").on_all_ranks()
         mine = torch.bincount(labels, weights.double(), minlength=task.outputs)
         counts = world.allreduce_sum(mine, name="head.classes")
-        return features, labels, weights * torch.tensor(class_weights(counts, by_class))[labels]
+        return torch.tensor(class_weights(counts, by_class))[labels]
     given = torch.tensor(list(by_class), dtype=torch.float32)
     if len(given) != task.outputs or not bool((given > 0).all()) or not bool(given.isfinite().all()):
         raise UsageError(
             f"class_weights ({by_class}) must be {task.outputs} numbers above 0, one for each output of the last layer"
         ).on_all_ranks()
-    return features, labels, weights * given[labels]
+    return given[labels]
 
 
 def checked_weights(given: Tensor | Sequence[float] | None, samples: int) -> Tensor:

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.gradient_exchange import Scaling, sparse_parameters
+from hvfreeze.comm.gradient_exchange import Scaling
 from hvfreeze.comm.replica_sync import broadcast_tensors
-from hvfreeze.comm.script_reducer import ScriptReducer
 from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
 from hvfreeze.errors import ArgumentError, UsageError
@@ -102,60 +100,24 @@ def scaling_of(op: Any, gradient_predivide_factor: float, *, size: int) -> Scali
     return Scaling.mean(size) if factor == 1.0 else Scaling(1 / factor, factor / size)
 
 
-@dataclass(frozen=True)
-class ExchangeArguments:
-    """Arguments of Horovod's optimizer about the exchange; `DistributedOptimizer` documents them."""
+def check_groups(groups: Any, num_groups: int) -> None:
+    """Raise ArgumentError for groups of gradients that Horovod would refuse.
 
-    compression: Any
-    backward_passes_per_step: int
-    op: Any
-    gradient_predivide_factor: float
-    num_groups: int
-    groups: Any
-    sparse_as_dense: bool
-
-    def check_groups(self) -> None:
-        """Raise ArgumentError for groups of gradients that Horovod would refuse.
-
-        Raises:
-            ArgumentError: they are neither a number nor lists of parameters, or contain one twice.
-        """
-        if self.num_groups:
-            message = "num_groups is groups in Horovod since version 0.21"
-            warnings.warn(message, DeprecationWarning, stacklevel=5)
-        asked = self.groups if self.groups is not None else self.num_groups or None
-        if isinstance(asked, list):
-            members = [member for group in asked for member in group]
-            if any(not isinstance(member, Tensor) for member in members):
-                raise ArgumentError("groups must be a number or lists of parameters")
-            if len({id(member) for member in members}) < len(members):
-                raise ArgumentError("groups: a parameter must not be in two groups")
-        elif asked is not None and (not isinstance(asked, int) or asked < 1):
-            raise ArgumentError(f"groups ({asked!r}) must be a number of at least 1, or lists of parameters")
-
-    def open_reducer(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, world: World, *, title: str
-    ) -> ScriptReducer:
-        """Return the reducer for all gradients of `model` and `optimizer`; `title` is the prefix of all names.
-
-        Raises:
-            UsageError: the compression or the operation is not supported.
-            ArgumentError: the factor does not go with the operation.
-        """
-        return ScriptReducer(
-            world,
-            compression=compression_of(self.compression),
-            backward_passes_per_step=self.backward_passes_per_step,
-            title=title,
-            scaling=scaling_of(self.op, self.gradient_predivide_factor, size=world.size),
-            sparse=frozenset() if self.sparse_as_dense else sparse_parameters(model),
-            always=beside(optimizer, model),
-        )
-
-    def log_if_grouped(self, world: World) -> None:
-        """Log that groups have no effect, if some are given."""
-        if self.groups is not None or self.num_groups:
-            log(world, "groups has no effect: gradients are exchanged in buckets of a few MiB")
+    Raises:
+        ArgumentError: they are neither a number nor lists of parameters, or contain one twice.
+    """
+    if num_groups:
+        message = "num_groups is groups in Horovod since version 0.21"
+        warnings.warn(message, DeprecationWarning, stacklevel=7)  # the script's line, behind `raise_on_all_ranks`
+    asked = groups if groups is not None else num_groups or None
+    if isinstance(asked, list):
+        members = [member for group in asked for member in group]
+        if any(not isinstance(member, Tensor) for member in members):
+            raise ArgumentError("groups must be a number or lists of parameters")
+        if len({id(member) for member in members}) < len(members):
+            raise ArgumentError("groups: a parameter must not be in two groups")
+    elif asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ArgumentError(f"groups ({asked!r}) must be a number of at least 1, or lists of parameters")
 
 
 def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[Tensor, str]:

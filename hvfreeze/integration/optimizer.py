@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from hvfreeze.allocator import advice
 from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
+from hvfreeze.comm.gradient_exchange import sparse_parameters
+from hvfreeze.comm.script_reducer import ScriptReducer
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
@@ -33,11 +35,14 @@ from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.epoch_length import EpochLength
 from hvfreeze.integration.found_blocks import FoundBlocks
 from hvfreeze.integration.horovod_compat import (
-    ExchangeArguments,
+    beside,
     check_arguments,
+    check_groups,
+    compression_of,
     create_state,
     is_broadcast,
     names_of,
+    scaling_of,
     synchronize_start,
 )
 from hvfreeze.integration.loss_scale import LossScale, step_scaled
@@ -256,18 +261,23 @@ class DistributedOptimizer(OptimizerWrapper):
         if world is None and not title and advice():
             log(self.world, advice())
         check_equal(self.world, "arguments", {**length, "passes": passes, **dataclasses.asdict(settings)})
-        exchange = ExchangeArguments(
-            compression, passes, op, gradient_predivide_factor, num_groups, groups, sparse_as_dense
-        )
 
         def build() -> Freezer:
             check_arguments(optimizer, settings, **length, passes=passes)
-            exchange.check_groups()
+            check_groups(groups, num_groups)
             self._parameter_names = names_of(optimizer, named_parameters)
             self._blocks = FoundBlocks(
                 model, self.world, trained=self.parameters(), blocks=blocks, example=example, settings=settings
             )
-            self.reducer = exchange.open_reducer(optimizer, model, self.world, title=title)
+            self.reducer = ScriptReducer(
+                self.world,
+                compression=compression_of(compression),
+                backward_passes_per_step=passes,
+                title=title,
+                scaling=scaling_of(op, gradient_predivide_factor, size=self.world.size),
+                sparse=frozenset() if sparse_as_dense else sparse_parameters(model),
+                always=beside(optimizer, model),
+            )
             _release_earlier(self)  # before anything is frozen here: what an earlier one has frozen trains again
             return Freezer(
                 self._blocks.chain,
@@ -289,7 +299,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._epoch = EpochLength() if settings.votes and steps_per_epoch is None else None
         if not self._blocks.warn_if_single():
             self._log_plan()
-        exchange.log_if_grouped(self.world)
+        if groups is not None or num_groups:
+            log(self.world, "groups has no effect: gradients are exchanged in buckets of a few MiB")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, which may have been saved without hvfreeze."""

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,7 +20,7 @@ from hvfreeze.comm.cycle_time import advise_longer_cycle, lengthen_cycle_on_full
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
 from hvfreeze.comm.mpi_environment import claimed_rank, start_mpi
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
-from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.comm.world import SoloWorld, World, end_job
 from hvfreeze.errors import HvfreezeError, UsageError
 
 HOROVOD = "horovod.torch"
@@ -171,9 +170,7 @@ def report_errors(world: World) -> None:
         elif world.size == 1:
             before(kind, error, where)
         else:
-            lines = "".join(traceback.format_exception(kind, error, where))
-            print(f"hvfreeze: rank {world.rank} of {world.size} failed\n{lines}", file=sys.stderr, end="", flush=True)
-            world.abort(1)
+            end_job(world, error)
 
     if not hasattr(sys, "ps1"):
         sys.excepthook = hook

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from hvfreeze.model.steps import Call, Layout, Step
 from hvfreeze.user_code import told
 
 Group = tuple[str, tuple[Step, ...]]
-NAMES_SHOWN = 16
 
 
 def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
@@ -52,47 +51,29 @@ class IndivisibleError(UsageError):
 
 
 class Ownership:
-    """Index of the blocks that use a module, a parameter or a buffer, by dotted name."""
+    """Index of the blocks that use a module, a parameter or a buffer, by dotted name.
 
-    def __init__(self, groups: Iterable[Group]) -> None:
+    `owns` are the names that belong to each block, with all that they contain.
+    """
+
+    def __init__(self, owns: Iterable[Iterable[str]]) -> None:
         self._claimed: dict[str, set[int]] = {}
         self._inside: dict[str, set[int]] = {}
-        for index, (_, steps) in enumerate(groups):
-            for own in [own for step in steps for own in step.owns]:
+        for index, names in enumerate(owns):
+            for own in names:
                 self._claimed.setdefault(own, set()).add(index)
-                for around in _containers(own):
+                for around in containers(own):
                     self._inside.setdefault(around, set()).add(index)
 
     def blocks_with(self, name: str) -> set[int]:
         """Return the indices of the blocks that own `name`, a module around it, or a part of it."""
-        claims = [self._claimed.get(path, set()) for path in (name, *_containers(name))]
+        claims = [self._claimed.get(path, set()) for path in (name, *containers(name))]
         return set().union(*claims, self._inside.get(name, set()))
 
 
-class Owned(NamedTuple):
-    """The modules, parameters and buffers of a model that belong to one block."""
-
-    modules: tuple[nn.Module, ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-
-
-def owned_by(model: nn.Module, groups: Sequence[Group]) -> list[Owned]:
-    """Assign modules, parameters and buffers to blocks; each parameter and buffer belongs to exactly one."""
-    names = [name for name, _ in groups]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"blocks ({', '.join(names)}): give at least one block, with different names")
-    owners = Ownership(groups)
-    parameters = _members(model.named_parameters(remove_duplicate=False), owners, names)
-    buffers = _members(model.named_buffers(remove_duplicate=False), owners, names)
-    _check_dropouts(model, owners, names)
-    modules: list[list[nn.Module]] = [[] for _ in groups]
-    for path, module in model.named_modules():
-        found = owners.blocks_with(path)
-        if path and len(found) == 1:
-            modules[min(found)].append(module)
-    each = zip(modules, parameters, buffers, strict=True)
-    return [Owned(tuple(inside), tuple(trained), tuple(kept)) for inside, trained, kept in each]
+def owners_of(groups: Iterable[Group]) -> Ownership:
+    """Return the index of the blocks of these steps."""
+    return Ownership([own for step in steps for own in step.owns] for _, steps in groups)
 
 
 def _check_dropouts(model: nn.Module, owners: Ownership, blocks: Sequence[str]) -> None:
@@ -108,12 +89,17 @@ def _check_dropouts(model: nn.Module, owners: Ownership, blocks: Sequence[str]) 
                 )
 
 
-def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:
-    """Return the names of each block's tensors, in the order of `tensors`; a tensor with two names has the first."""
-    members: list[list[str]] = [[] for _ in blocks]
-    seen: dict[int, set[int]] = {}
+def members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: Sequence[str]) -> list[list[str]]:
+    """Return the names of each block's tensors, in the order of `tensors`; a tensor with two names has the first.
+
+    Raises:
+        IndivisibleError: a tensor belongs to no block, or to several.
+    """
+    found: list[list[str]] = [[] for _ in blocks]
+    seen: dict[int, tuple[str, set[int]]] = {}
     for name, tensor in tensors:
-        users = owners.blocks_with(name) | seen.get(id(tensor), set())
+        first, known = seen.get(id(tensor), (name, set()))
+        users = owners.blocks_with(name) | known
         if not users:
             raise IndivisibleError(
                 f"blocks ({', '.join(blocks)}): {name} belongs to no block; name blocks that cover the "
@@ -121,16 +107,18 @@ def _members(tensors: Iterable[tuple[str, Tensor]], owners: Ownership, blocks: S
             )
         if len(users) > 1:
             shared = " and ".join(blocks[index] for index in sorted(users))
+            called = name if first == name else f"{first}, also called {name},"
             raise IndivisibleError(
-                f"blocks ({', '.join(blocks)}): {name} is used by {shared}; join them into one block"
+                f"blocks ({', '.join(blocks)}): {called} is used by {shared}; join them into one block"
             )
-        if id(tensor) not in seen:
-            members[min(users)].append(name)
-        seen[id(tensor)] = users
-    return members
+        if first == name:
+            found[min(users)].append(name)
+        seen[id(tensor)] = first, users
+    return found
 
 
-def _containers(name: str) -> list[str]:
+def containers(name: str) -> list[str]:
+    """Return the names of the modules around a module, a parameter or a buffer, outermost first."""
     return [name[:dot] for dot, letter in enumerate(name) if letter == "."]
 
 
@@ -166,7 +154,7 @@ def _cannot_start(layout: Layout, scheme: str, name: str) -> str:
     around = [leaf.name for leaf in leaves if any(name == own or name.startswith(f"{own}.") for own in leaf.owns)]
     why = f"{name} is inside {around[0]}, which cannot be divided" if around else f"there is no module {name!r}"
     names = [step.name for step in layout.steps]
-    known = ", ".join([*names[:NAMES_SHOWN], "..."] if len(names) > NAMES_SHOWN else names)
+    known = ", ".join([*names[:16], "..."] if len(names) > 16 else names)
     schemes = ", ".join(layout.schemes)
     return (
         f"blocks ({scheme}): {why}; use {schemes}, or names of modules that start a block, in "
@@ -403,14 +391,51 @@ def cut_by(layout: Layout, model: nn.Module, *, scheme: str, example: Tensor | N
 
 
 def _assemble(model: nn.Module, groups: Sequence[Group], *, tied: Sequence[str] = ()) -> Chain:
-    blocks = []
-    for (name, steps), own in zip(groups, owned_by(model, groups), strict=True):
-        calls = tuple(call for step in steps for call in step.calls)
-        blocks.append(Block(name, calls, own.modules, own.parameters, own.buffers))
+    names = [name for name, _ in groups]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"blocks ({', '.join(names)}): give at least one block, with different names")
+    owners = owners_of(groups)
+    _check_dropouts(model, owners, names)
+    calls = [(name, tuple(call for step in steps for call in step.calls)) for name, steps in groups]
+    blocks = make_blocks(model, calls, owners, buffers=model.named_buffers(remove_duplicate=False))
     other = [name for name in tied if name not in blocks[0].parameter_names]
     if other:
         raise UsageError(f"tied ({other[0]}) must name parameters of the first block, {blocks[0].name}")
-    return Chain(model, tuple(blocks), tuple(tied))
+    return Chain(model, blocks, tuple(tied))
+
+
+def make_blocks(
+    model: nn.Module,
+    calls: Sequence[tuple[str, tuple[Call, ...]]],
+    owners: Ownership,
+    *,
+    buffers: Iterable[tuple[str, Tensor]],
+    without: Iterable[str] = (),
+) -> tuple[Block, ...]:
+    """Return blocks with their modules, parameters and buffers; each parameter and buffer belongs to exactly one.
+
+    Args:
+        model: the model.
+        calls: for each block its name and its calls.
+        owners: the blocks that use a module, a parameter or a buffer.
+        buffers: the model's buffers, by name.
+        without: names of modules that belong to no block.
+
+    Raises:
+        IndivisibleError: a parameter or buffer belongs to no block, or to several.
+    """
+    names = [name for name, _ in calls]
+    modules: list[list[nn.Module]] = [[] for _ in calls]
+    for path, module in model.named_modules():
+        users = owners.blocks_with(path)
+        if path and len(users) == 1 and path not in without:
+            modules[min(users)].append(module)
+    trained = members(model.named_parameters(remove_duplicate=False), owners, names)
+    kept = members(buffers, owners, names)
+    return tuple(
+        Block(name, steps, tuple(modules[index]), tuple(trained[index]), tuple(kept[index]))
+        for index, (name, steps) in enumerate(calls)
+    )
 
 
 def _reached(output: Tensor) -> set[Any]:

@@ -69,16 +69,20 @@ def _embed(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _alexnet(model: nn.Module) -> Layout:
-    body = sequence(model, "features")
-    tail = [make_step(model, "avgpool", _flatten), *sequence(model, "classifier")]
-    blocks = {"classifier.1": "avgpool", "classifier.4": "classifier.3", "head": "classifier.6"}
-    return classifier_layout(model, body, tail, stages=_after_pools(body), tail_blocks=blocks)
+    return _with_hidden_layers(
+        model, {"classifier.1": "avgpool", "classifier.4": "classifier.3", "head": "classifier.6"}
+    )
 
 
 def _vgg(model: nn.Module) -> Layout:
+    return _with_hidden_layers(
+        model, {"classifier.0": "avgpool", "classifier.3": "classifier.2", "head": "classifier.5"}
+    )
+
+
+def _with_hidden_layers(model: nn.Module, blocks: Mapping[str, str]) -> Layout:
     body = sequence(model, "features")
     tail = [make_step(model, "avgpool", _flatten), *sequence(model, "classifier")]
-    blocks = {"classifier.0": "avgpool", "classifier.3": "classifier.2", "head": "classifier.5"}
     return classifier_layout(model, body, tail, stages=_after_pools(body), tail_blocks=blocks)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Interpreter, Node, Tracer
+from torch.fx.node import map_aggregate
 from torch.nn import functional
 
 from hvfreeze.errors import UsageError
@@ -270,29 +271,22 @@ def _by_child(finest: dict[str, str]) -> dict[str, str]:
     return blocks
 
 
-class Value(NamedTuple):
-    """Placeholder in an argument for an earlier result of the segment; 0 is the segment's input."""
-
-    number: int
+class Read(partial[Any]):
+    """Placeholder in an argument for a value at the time of the call: a function of the segment's results so far."""
 
 
-class BatchSize(NamedTuple):
-    """Placeholder in an argument for the batch size of the segment's input."""
+def _result(number: int, results: Sequence[Any]) -> Any:
+    """Return a result of the segment; 0 is its input."""
+    return results[number]
 
 
-class Attribute(NamedTuple):
-    """Placeholder in an argument for a module's parameter, buffer or mode at the time of the call."""
-
-    module: nn.Module
-    name: str
+def _batch_size(results: Sequence[Any]) -> int:
+    return len(results[0])
 
 
-class Range(NamedTuple):
-    """Placeholder in an argument for a slice whose bounds may be placeholders."""
-
-    start: Any
-    stop: Any
-    step: Any
+def _attribute(module: nn.Module, name: str, _: Sequence[Any]) -> Any:
+    """Return a module's parameter, buffer or mode."""
+    return getattr(module, name)
 
 
 class Operation(NamedTuple):
@@ -306,59 +300,44 @@ class Operation(NamedTuple):
 def _operations(model: nn.Module, nodes: Sequence[Node], near: str, dropped: Sequence[str]) -> Iterator[Operation]:
     numbers: dict[Node, int] = {}
 
-    def written(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            if argument.op == "get_attr":
-                owner, _, name = str(argument.target).rpartition(".")
-                return Attribute(model.get_submodule(owner), name)
-            if argument.op == "placeholder" and argument.args:
-                return argument.args[0]
-            if argument not in numbers and _is_batch_size(argument):
-                return BatchSize()
-            return Value(numbers.get(argument, 0))
-        if isinstance(argument, slice):
-            return Range(*map(written, (argument.start, argument.stop, argument.step)))
-        if isinstance(argument, tuple | list):
-            return (tuple if isinstance(argument, tuple) else list)(map(written, argument))
-        if isinstance(argument, dict):
-            return {key: written(each) for key, each in argument.items()}
-        return argument
+    def placeholder(argument: Any) -> Any:
+        if not isinstance(argument, Node):
+            return argument
+        if argument.op == "get_attr":
+            owner, _, name = str(argument.target).rpartition(".")
+            return Read(_attribute, model.get_submodule(owner), name)
+        if argument.op == "placeholder" and argument.args:
+            return argument.args[0]
+        if argument not in numbers and _is_batch_size(argument):
+            return Read(_batch_size)
+        return Read(_result, numbers.get(argument, 0))
 
+    mode: dict[str, Any] = {"training": Read(_attribute, model.get_submodule(near), "training")}
     for number, node in enumerate(nodes, 1):
         target: Any = node.target
-        args, kwargs = written(tuple(node.args)), written(dict(node.kwargs))
-        mode = {"training": Attribute(model.get_submodule(near), "training")}
+        args: Any = map_aggregate(node.args, placeholder)
+        kwargs: Any = map_aggregate(node.kwargs, placeholder)
         if node.op == "call_module":
             target = model.get_submodule(str(node.target))
             if node.target in dropped:
                 target, kwargs = DROPOUTS[type(target)], {"p": target.p, **mode, "inplace": target.inplace}
         elif _drops(node):
-            kwargs |= mode
+            kwargs = {**kwargs, **mode}
         yield Operation(target, args, kwargs)
         numbers[node] = number
 
 
 def compute(operations: Sequence[Operation], x: Tensor) -> Any:
     """Run operations on `x` and return the last result."""
-    values = [x]
+    results = [x]
 
     def read(argument: Any) -> Any:
-        if isinstance(argument, Value):
-            return values[argument.number]
-        if isinstance(argument, Attribute):
-            return getattr(argument.module, argument.name)
-        if isinstance(argument, Range):
-            return slice(*map(read, (argument.start, argument.stop, argument.step)))
-        if isinstance(argument, BatchSize):
-            return len(x)
-        if isinstance(argument, tuple | list):
-            return (tuple if isinstance(argument, tuple) else list)(map(read, argument))
-        if isinstance(argument, dict):
-            return {key: read(each) for key, each in argument.items()}
-        return argument
+        return argument(results) if isinstance(argument, Read) else argument
 
     for target, args, kwargs in operations:
-        given = read(args)
-        call = getattr(given[0], target) if isinstance(target, str) else target
-        values.append(call(*(given[1:] if isinstance(target, str) else given), **read(kwargs)))
-    return values[-1]
+        given, named = map_aggregate(args, read), map_aggregate(kwargs, read)
+        if isinstance(target, str):
+            results.append(getattr(given[0], target)(*given[1:], **named))
+        else:
+            results.append(target(*given, **named))
+    return results[-1]

@@ -25,6 +25,7 @@ from hvfreeze.data.settings import RESAMPLES
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.steps import Layout, Step, classifier_layout, make_step, split_step
 from hvfreeze.user_code import HF
+from hvfreeze.wording import reason_in_a_line
 
 CONFIGURATION, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -37,8 +38,6 @@ BY_EDGE = ("ConvNext", "Bit", "CLIP", "LeViT", "PoolFormer")
 CROP_SHARE, WHOLE_FROM = 224 / 256, 384
 """Default `crop_pct` of ConvNext's image processor, and the side in pixels from which it does not crop."""
 Triple = tuple[float, float, float]
-LONGEST_REASON = 300
-"""Characters of a library error that a message shows."""
 
 
 def _first_token(x: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {_in_a_line(error)}; give an intact folder") from error
+        raise UsageError(f"{path} cannot be read: {reason_in_a_line(error)}; give an intact folder") from error
     if not isinstance(tree, dict):
         raise UsageError(f"{path} holds no JSON object; give an intact folder")
     return tree
@@ -350,7 +349,7 @@ def build_classifier(architecture: Mapping[str, Any], *, num_classes: int, image
     except Exception as error:  # the library raises errors of many kinds
         raise UsageError(
             f"transformers {library.__version__} cannot build a {kind} for images of {image_size} "
-            f"pixels: {_in_a_line(error)}; use another --image-size or another model"
+            f"pixels: {reason_in_a_line(error)}; use another --image-size or another model"
         ) from error
     model.register_forward_hook(_only_logits)
     return model.train()
@@ -366,10 +365,6 @@ def _configuration(library: Any, architecture: Mapping[str, Any], *, num_classes
         # This token is used in pretraining only.
         config.use_mask_token = False
     return config
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:LONGEST_REASON]
 
 
 def _only_logits(model: nn.Module, inputs: Any, output: Any) -> Any:
@@ -400,7 +395,7 @@ def read_pretrained(name: str) -> dict[str, Tensor]:
             )
     except Exception as error:  # damaged files raise errors of many kinds
         raise RefusedError(
-            f"weights (DEFAULT) of {folder} cannot be read: {_in_a_line(error)}; download them again, "
+            f"weights (DEFAULT) of {folder} cannot be read: {reason_in_a_line(error)}; download them again, "
             f"or use --weights none"
         ) from error
     # The library filled these with random numbers.

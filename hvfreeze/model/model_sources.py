@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
+from hvfreeze.data.settings import MOST_PIXELS
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
-from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
 from hvfreeze.model.settings import TINY_LM, is_url
+from hvfreeze.model.small_maps import run_convolutions
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weight_names import download, find_entry
 from hvfreeze.model.weights import load_weights, pretrained_weights, read_state
@@ -66,21 +67,20 @@ def timm_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
             f"--model ({name}) is not a model of timm {timm.__version__}; use a name from timm.list_models()"
         )
     try:
-        return made(timm, bare, num_classes=num_classes, image_size=image_size)
+        return _create(timm, bare, image_size=image_size, num_classes=num_classes)
     except (ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(
             f"--model ({name}) cannot be built for images of {plural(image_size, 'pixel')}: {error}"
         ) from error
 
 
-def made(timm: Any, bare: str, **wanted: int) -> nn.Module:
+def _create(timm: Any, bare: str, *, image_size: int, **more: Any) -> nn.Module:
     """Build timm's model, with the image size if it takes one."""
-    classes, size = wanted["num_classes"], wanted["image_size"]
     try:
-        model: nn.Module = timm.create_model(bare, num_classes=classes, img_size=size)
+        model: nn.Module = timm.create_model(bare, img_size=image_size, **more)
     except TypeError:
         # Convolutional models take any size and have no argument for it.
-        model = timm.create_model(bare, num_classes=classes)
+        model = timm.create_model(bare, **more)
     return model
 
 
@@ -88,16 +88,12 @@ def timm_weights(name: str, *, image_size: int) -> dict[str, Tensor]:
     """Return timm's weights of a model, downloaded if missing."""
     timm, bare = library(), bare_name(name)
     try:
-        try:
-            state: dict[str, Tensor] = timm.create_model(bare, pretrained=True, img_size=image_size).state_dict()
-        except TypeError:
-            state = timm.create_model(bare, pretrained=True).state_dict()
+        return dict(_create(timm, bare, image_size=image_size, pretrained=True).state_dict())
     except Exception as error:  # the network, the disk and the hub fail in as many ways
         raise RefusedError(
             f"weights (DEFAULT) of {name} cannot be downloaded: {error}; give a file with --weights, or "
             f"use --weights none"
         ) from error
-    return dict(state)
 
 
 def timm_statistics(name: str) -> tuple[Triple, Triple] | None:
@@ -135,15 +131,16 @@ def set_memory_formats(built: BuiltModel, image_shape: Sequence[int]) -> BuiltMo
     `x.view(x.size(0), -1)`. Windows of text, (T,), have no memory format.
 
     Raises:
-        UsageError: the model refuses images of this shape.
+        UsageError: the model refuses images of this shape; names the smallest size of a torchvision model.
     """
     if len(image_shape) == 1:
         return built
     model = built.model
     try:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for convolution in _convolutions_to_one_pixel(model, image_shape):
-            convolution.weight.data = convolution.weight.data.contiguous()
+        for convolution, _, side in run_convolutions(model, image_shape):
+            if side == 1:
+                convolution.weight.data = convolution.weight.data.contiguous()
     except Exception as error:  # the user's module may fail in any way
         why = _first_line(error)
     else:
@@ -151,12 +148,14 @@ def set_memory_formats(built: BuiltModel, image_shape: Sequence[int]) -> BuiltMo
     hook = model.register_forward_pre_hook(_made_contiguous)
     try:
         model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        _convolutions_to_one_pixel(model, image_shape)
+        run_convolutions(model, image_shape)
     except Exception as error:
         hook.remove()
+        is_known = type(model).__module__.startswith("torchvision.")
+        sizes = f"{smallest_image_size(model)} or more" if is_known else "with a size that it takes"
         raise UsageError(
             f"model ({type(model).__name__}) fails on images of {image_shape[1]}x{image_shape[2]} "
-            f"pixels: {_first_line(error)}; use --image-size with a size that it takes, or another --model"
+            f"pixels: {_first_line(error)}; use --image-size {sizes}, or another --model"
         ) from error
     note = (
         f"model ({type(model).__name__}): images and weights are contiguous, because it fails in channels_last: {why}"
@@ -171,43 +170,6 @@ def _first_line(error: Exception) -> str:
 
 def _made_contiguous(module: nn.Module, inputs: Any) -> Any:
     return tuple(each.contiguous() if isinstance(each, Tensor) else each for each in inputs)
-
-
-@torch.no_grad()
-def _convolutions_to_one_pixel(model: nn.Module, image_shape: Sequence[int]) -> list[nn.Conv2d]:
-    found: list[nn.Conv2d] = []
-
-    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if isinstance(module, nn.Conv2d) and output.shape[2:] == (1, 1):
-            found.append(module)
-
-    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Conv2d)]
-    try:
-        # Evaluation mode: no random numbers, and no change of running statistics. Two images: `view` accepts more
-        # shapes for a single one.
-        with in_evaluation(model):
-            model(torch.zeros(2, *image_shape).contiguous(memory_format=torch.channels_last))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-MAXVIT_WINDOW = 7
-LARGEST_IMAGE = 2048
-ANY_IMAGE = (
-    "EfficientNet",
-    "MNASNet",
-    "MobileNetV2",
-    "MobileNetV3",
-    "NarrowResNet",
-    "RegNet",
-    "ResNet",
-    "ShuffleNetV2",
-    "TinyLM",
-)
-"""Classes of models for images of every size from one pixel: a test run would load torch's compiler. The last one takes
-no images."""
 
 
 @dataclass(frozen=True)
@@ -259,82 +221,52 @@ def build_model(
         architecture: configuration of a model hf:..., instead of its folder; None reads the folder.
 
     Raises:
-        UsageError: there is no such model or head, or the model refuses images of this size.
+        UsageError: there is no such model or head, or it cannot be built for images of this size.
         RefusedError: the weights are unreadable or do not fit.
     """
-    given = {"num_classes": num_classes, "weights": weights, "image_size": image_size, "reset_head": reset_head}
-    if ":" in name:
-        built = build_other(name, **given, architecture=architecture)  # type: ignore[arg-type]
+    size: Any = {"num_classes": num_classes, "image_size": image_size}
+    chain: Chain | None = None
+    if name.startswith(TIMM):
+        model = timm_model(name, **size)
+    elif name.startswith(HF):
+        model = build_classifier(read_architecture(name) if architecture is None else architecture, **size)
+    elif ":" in name:
+        model, chain = own_model(name, **size)
     else:
-        built = build_named(name, **given)  # type: ignore[arg-type]
+        model = named_model(name, **size)
+    notes: list[str] = []
+    if weights != "none":
+        state, notes = read_initial(name, weights, image_size=image_size)
+        notes = [*notes, *load_weights(model, state, source=weights, reset_head=reset_head, chain=chain)]
     if parse_mlp("head", head) is not None:
-        if built.chain is not None:
+        if chain is not None:
             raise UsageError(f"--head ({head}): {name} returns a Chain; add the head in that function")
-        replace_head(built.model, head)
-    return built
+        replace_head(model, head)
+    return BuiltModel(model, notes, chain)
 
 
-def build_named(name: str, *, num_classes: int, weights: str, image_size: int, reset_head: bool) -> BuiltModel:
+def named_model(name: str, *, num_classes: int, image_size: int) -> nn.Module:
     """Build a torchvision, ResNet, MLP or language model by name; see `build_model`."""
-    widths = parse_mlp("model", name)
     known = [*model_names(), TINY_LM]
-    if widths is None and name not in known:
+    if parse_mlp("model", name) is None and name not in known:
         close = difflib.get_close_matches(name.lower(), known, n=4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(known)}"
         raise UsageError(
             f"model ({name}) must be a torchvision classifier, resnet20, resnet110, mlp, tiny-lm, "
             f"timm:NAME, hf:FOLDER or package:function; {hint}"
         )
-    model = _construct(name, num_classes=num_classes, image_size=image_size)
-    if type(model).__name__ not in ANY_IMAGE and not _takes(model, image_size):
-        smallest = smallest_image_size(model)
-        raise UsageError(f"image size ({image_size}) is too small for {name}; use --image-size {smallest} or more")
-    if weights == "none":
-        return BuiltModel(model, [])
-    if find_entry(name, weights) is not None:
-        state, notes = pretrained_weights(name, image_size=image_size, weights=weights), list[str]()
-    else:
-        state, notes = read_state(file_of(weights))
-    return BuiltModel(model, [*notes, *load_weights(model, state, source=weights, reset_head=reset_head)])
+    return _construct(name, num_classes=num_classes, image_size=image_size)
 
 
-def file_of(weights: str) -> str:
-    """Return the file of `weights`, after downloading it if necessary."""
-    return str(download(weights)) if is_url(weights) else weights
-
-
-def build_other(
-    name: str,
-    *,
-    num_classes: int,
-    weights: str,
-    image_size: int,
-    reset_head: bool,
-    architecture: Mapping[str, Any] | None,
-) -> BuiltModel:
-    """Build a model of timm or transformers, or a custom model; see `build_model`."""
-    chain: Chain | None = None
-    if name.startswith(TIMM):
-        model = timm_model(name, num_classes=num_classes, image_size=image_size)
-    elif name.startswith(HF):
-        given = read_architecture(name) if architecture is None else architecture
-        model = build_classifier(given, num_classes=num_classes, image_size=image_size)
-    else:
-        model, chain = own_model(name, num_classes=num_classes, image_size=image_size)
-    if weights == "none":
-        return BuiltModel(model, [], chain)
-    if weights == "DEFAULT" and not name.startswith((TIMM, HF)):
-        raise UsageError(
-            f"--weights (DEFAULT) must be none or a file: {name} is a custom model without published weights"
-        )
+def read_initial(name: str, weights: str, *, image_size: int) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return the initial weights of model `name`, downloaded if necessary, and notes; see `build_model`."""
     if weights == "DEFAULT" and name.startswith(HF):
-        state, notes = read_pretrained(name), list[str]()
-    elif weights == "DEFAULT":
-        state, notes = timm_weights(name, image_size=image_size), list[str]()
-    else:
-        state, notes = read_state(file_of(weights))
-    notes += load_weights(model, state, source=weights, reset_head=reset_head, chain=chain)
-    return BuiltModel(model, notes, chain)
+        return read_pretrained(name), []
+    if weights == "DEFAULT" and name.startswith(TIMM):
+        return timm_weights(name, image_size=image_size), []
+    if find_entry(name, weights) is not None:
+        return pretrained_weights(name, image_size=image_size, weights=weights), []
+    return read_state(str(download(weights)) if is_url(weights) else weights)
 
 
 def smallest_image_size(model: nn.Module) -> int:
@@ -349,8 +281,8 @@ def smallest_image_size(model: nn.Module) -> int:
     too_small, works = 0, 1
     while not _takes(model, works):
         too_small, works = works, 2 * works
-        if works > LARGEST_IMAGE:
-            raise UsageError(f"model ({type(model).__name__}) accepts no image size up to {LARGEST_IMAGE} pixels")
+        if works > MOST_PIXELS:
+            raise UsageError(f"model ({type(model).__name__}) accepts no image size up to {MOST_PIXELS} pixels")
     while works - too_small > 1:
         middle = (too_small + works) // 2
         too_small, works = (too_small, middle) if _takes(model, middle) else (middle, works)
@@ -393,10 +325,11 @@ def _construct(name: str, *, num_classes: int, image_size: int) -> nn.Module:
 def _maxvit_t(*, num_classes: int, image_size: int) -> nn.Module:
     """Build torchvision's maxvit_t with attention windows that divide images of this size."""
     _check_multiple("maxvit_t", image_size, of=32)
+    window = 7  # torchvision's
     model: nn.Module = torchvision.models.maxvit.MaxVit(
         input_size=(image_size, image_size),
         stem_channels=64,
-        partition_size=MAXVIT_WINDOW if image_size % (32 * MAXVIT_WINDOW) == 0 else image_size // 32,
+        partition_size=window if image_size % (32 * window) == 0 else image_size // 32,
         block_channels=[64, 128, 256, 512],
         block_layers=[2, 2, 5, 2],
         head_dim=32,

@@ -1,4 +1,4 @@
-"""Find images that are too small for a network: feature maps of one pixel, on which convolutions have no neighbours."""
+"""Find feature maps of one pixel, on which convolutions have no neighbours: images are too small for the network."""
 
 from __future__ import annotations
 
@@ -16,25 +16,33 @@ LARGEST_SIDE = 64
 """Networks reduce maps by a factor of 32 or less, so from this side on all maps have several pixels."""
 
 
-def convolutions_on_pixels(model: nn.Module, image_shape: Sequence[int]) -> tuple[int, int]:
-    """Return how many convolutions larger than 1 x 1 get maps of one pixel, and how many there are.
+@torch.no_grad()
+def run_convolutions(model: nn.Module, image_shape: Sequence[int]) -> list[tuple[nn.Conv2d, int, int]]:
+    """Run a model on images of (C, H, W); return each call of a convolution, with the longer sides of both its maps.
 
-    `image_shape` is (C, H, W).
+    Modes, statistics and random state are unchanged.
     """
-    sides: list[int] = []
+    calls: list[tuple[nn.Conv2d, int, int]] = []
 
-    def look(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sides.append(max(inputs[0].shape[2:]))
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, nn.Conv2d)
+        calls.append((module, max(inputs[0].shape[2:]), max(output.shape[2:])))
 
-    spatial = [part for part in model.modules() if isinstance(part, nn.Conv2d) and max(part.kernel_size) > 1]
-    hooks = [part.register_forward_pre_hook(look) for part in spatial]
+    hooks = [module.register_forward_hook(look) for module in model.modules() if isinstance(module, nn.Conv2d)]
     try:
-        with state_kept(model), in_evaluation(model), torch.no_grad():
-            model(torch.zeros(1, *image_shape))
+        with state_kept(model), in_evaluation(model):
+            # Two images: `view` accepts more shapes for a single one.
+            model(torch.zeros(2, *image_shape).contiguous(memory_format=torch.channels_last))
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(side == 1 for side in sides), len(sides)
+    return calls
+
+
+def convolutions_on_pixels(model: nn.Module, image_shape: Sequence[int]) -> tuple[int, int]:
+    """Return how many convolutions larger than 1 x 1 get maps of one pixel, and how many there are."""
+    sides = [side for module, side, _ in run_convolutions(model, image_shape) if max(module.kernel_size) > 1]
+    return sides.count(1), len(sides)
 
 
 def note_on_small_maps(name: str, model: nn.Module, image_shape: Sequence[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvfreeze.errors import UsageError
-from hvfreeze.model.blocks import Block, Chain, IndivisibleError, cut_by, cut_into_blocks
+from hvfreeze.model.blocks import (
+    Block,
+    Chain,
+    IndivisibleError,
+    Ownership,
+    containers,
+    cut_by,
+    cut_into_blocks,
+    make_blocks,
+)
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import in_evaluation
 
@@ -330,78 +340,49 @@ def from_description(model: nn.Module, description: Mapping[str, Any]) -> Traced
 def _assemble(plan: BlockPlan, *, known_use: bool) -> TracedChain:
     model, groups = plan.model, plan.groups()
     block_of = {part: block for block, (_, parts) in enumerate(groups) for part in parts}
+    owns = [[*parts, *fed] for (_, parts), fed in zip(groups, _feeding(plan, block_of, len(groups)), strict=True)]
     loose = [name for name, _ in model.named_parameters() if _owner(name, block_of) is None]
     used = _first_uses(plan, loose, block_of) if known_use and loose else {}
-    names: list[list[str]] = [[] for _ in groups]
-    buffers: list[list[str]] = [[] for _ in groups]
-    loose_buffers, before = [], 0
-    claimed: dict[int, tuple[int, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    before = 0
+    for name, _ in model.named_parameters():
         owner = _owner(name, block_of)
-        block = owner if owner is not None else used.get(name, len(groups) - 1 if known_use else before)
-        before = block
-        if id(parameter) not in claimed:
-            names[block].append(name)
-        elif claimed[id(parameter)][0] != block:
-            first, known = claimed[id(parameter)]
-            raise IndivisibleError(
-                f"parameter {known}, also called {name}, is used by block {groups[first][0]} and by "
-                f"block {groups[block][0]}; name blocks so that one contains both"
-            )
-        claimed.setdefault(id(parameter), (block, name))
-    for name, _ in model.named_buffers():
-        owner = _owner(name, block_of)
-        loose_buffers += [name] if owner is None else []
-        buffers[len(groups) - 1 if owner is None else owner].append(name)
-    modules = _modules(plan, block_of, len(groups))
-    blocks = tuple(
-        Block(
-            name,
-            tuple(model.get_submodule(part) for part in parts),
-            tuple(modules[block]),
-            tuple(names[block]),
-            tuple(buffers[block]),
-        )
-        for block, (name, parts) in enumerate(groups)
-    )
+        before = owner if owner is not None else used.get(name, len(groups) - 1 if known_use else before)
+        owns[before] += [name] if owner is None else []
+    loose_buffers = [name for name, _ in model.named_buffers() if _owner(name, block_of) is None]
+    owns[-1] += loose_buffers
+    calls = [(name, tuple(map(model.get_submodule, parts))) for name, parts in groups]
+    # A module that occurs twice, such as rotary positions, may give two blocks the same buffer.
+    buffers = model.named_buffers()
+    blocks = make_blocks(model, calls, Ownership(owns), buffers=buffers, without=plan.taken_apart)
     return TracedChain(
         model,
         blocks,
-        (),
-        tuple(tuple(parts) for _, parts in groups),
-        tuple(plan.taken_apart),
-        tuple(loose_buffers),
+        parts=tuple(tuple(parts) for _, parts in groups),
+        taken_apart=tuple(plan.taken_apart),
+        loose_buffers=tuple(loose_buffers),
     )
 
 
-def _owner(name: str, block_of: dict[str, int]) -> int | None:
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        if path in block_of:
-            return block_of[path]
-    return None
+def _owner(name: str, block_of: Mapping[str, int]) -> int | None:
+    """Return the block of the part that holds `name`; None if no part does."""
+    return next((block_of[path] for path in containers(name) if path in block_of), None)
 
 
-def _modules(plan: BlockPlan, block_of: dict[str, int], count: int) -> list[list[nn.Module]]:
-    """Return the modules of each block; a module without parameters belongs to the next called part.
+def _feeding(plan: BlockPlan, block_of: Mapping[str, int], count: int) -> list[list[str]]:
+    """Return for each block the modules without parameters that are called once, right before its parts.
 
     So a dropout stays active while the next layer is trained.
     """
-    modules: list[list[nn.Module]] = [[] for _ in range(count)]
-    for name, module in plan.model.named_modules():
-        owner = block_of.get(name, _owner(name, block_of))
-        if owner is not None:
-            modules[owner].append(module)
+    feeding: list[list[str]] = [[] for _ in range(count)]
     waiting: list[str] = []
-    times = [made.name for made in plan.calls]
+    times = Counter(made.name for made in plan.calls)
     for made in plan.calls:
         if made.name in block_of:
-            modules[block_of[made.name]] += [plan.model.get_submodule(name) for name in waiting]
+            feeding[block_of[made.name]] += waiting
             waiting = []
-        elif _owner(made.name, block_of) is None and made.name not in plan.taken_apart and times.count(made.name) == 1:
+        elif _owner(made.name, block_of) is None and made.name not in plan.taken_apart and times[made.name] == 1:
             waiting.append(made.name)
-    return modules
+    return feeding
 
 
 def _first_uses(plan: BlockPlan, loose: Sequence[str], block_of: dict[str, int]) -> dict[str, int]:

@@ -19,12 +19,9 @@ STATES = ("state_dict", "model_state_dict", "model", "model_state", "net", "netw
 """Keys under which programs save a model's state, the usual ones first."""
 AVERAGED = re.compile(r"(^|[._])(ema|swa)([._]|$)|averag", re.IGNORECASE)
 """Words in the names of averaged states, such as EMA."""
-DEEPEST = 2
-"""Deepest level of a state inside a file's object."""
 SAFETENSORS = ".safetensors"
 SUFFIXES = (SAFETENSORS, ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
 """Suffixes of weight files."""
-LONGEST_HEADER = 2**27
 NOT_TENSORS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; fetch it with git lfs pull",
     b"<!DOCTYPE": "is a web page, not the file itself; download the file",
@@ -55,8 +52,8 @@ def load_content(path: Path) -> Any:
     for start, what in NOT_TENSORS.items():
         if head.lower().startswith(start.lower()):
             raise RefusedError(f"weights ({path}): the file {what}")
-    # Eight bytes with the length of a JSON header.
-    is_safe = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < LONGEST_HEADER
+    # Eight bytes with the length of a JSON header, and the header. In a pickle these bytes are a far larger number.
+    is_safe = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**27
     if not is_safe and path.suffix != SAFETENSORS:
         # Programs save their arguments with the weights, as attributes with plain values.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -105,13 +102,13 @@ def _place(name: str) -> tuple[int, int]:
     return STATES.index(name.partition(".")[0]), len(name)
 
 
-def _states_in(content: Any, name: str = "", *, depth: int = 0) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the states in a file with the keys that lead to them, without searching inside states."""
+def _states_in(content: Any, name: str = "", *, levels: int = 2) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield the states in a file and `levels` below, with the keys that lead to them; states are not searched."""
     if not isinstance(content, Mapping):
         return
     tensors = sum(isinstance(value, Tensor) for value in content.values())
     if 2 * tensors > len(content) and not any(isinstance(value, Mapping) for value in content.values()):
         yield name, content
-    elif depth < DEEPEST:
+    elif levels > 0:
         for key, value in content.items():
-            yield from _states_in(value, f"{name}.{key}" if name else str(key), depth=depth + 1)
+            yield from _states_in(value, f"{name}.{key}" if name else str(key), levels=levels - 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.model.blocks import Chain, Ownership, group_steps
+from hvfreeze.model.blocks import Chain, group_steps, owners_of
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.hugging_face import find_folder, weight_files
 from hvfreeze.model.settings import is_url
@@ -31,7 +31,6 @@ Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
 BODY = "body."
 """Prefix of the model's own tensors in the state of a model with a multi-level head."""
-KEYS_SHOWN = 3
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -113,8 +112,7 @@ def weights_path(name: str, weights: str) -> Path | None:
 def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") -> dict[str, Tensor]:
     """Return torchvision's `weights` of model `name` for images of `image_size` pixels.
 
-    Random state is unchanged. Position embeddings of vision transformers are interpolated to the image size. The input
-    rescaling of googlenet and inception_v3 is folded into their first layer.
+    Random state is unchanged. The input rescaling of googlenet and inception_v3 is folded into their first layer.
 
     Raises:
         UsageError: there are no such weights, or not for this image size.
@@ -136,11 +134,7 @@ def pretrained_weights(name: str, *, image_size: int, weights: str = "DEFAULT") 
         ) from error
     if getattr(model, "transform_input", False):
         _fold_rescaling(model)
-    state: dict[str, Tensor] = model.state_dict()
-    if name.startswith("vit_"):
-        patch = int(name.rpartition("_")[2])
-        state = torchvision.models.vision_transformer.interpolate_embeddings(image_size, patch, state)
-    return dict(state)
+    return dict(model.state_dict())
 
 
 def statistics_of_entry(entry: Any) -> tuple[Triple, Triple]:
@@ -211,15 +205,11 @@ def load_weights(
     head = layers[0] if layers else ""
     other_kind = [key for key in fitting if absent and key.startswith(f"{head}.")]
     elsewhere = _head_elsewhere(fitting, own, head) if absent and not other_kind else []
-    fitting = {key: tensor for key, tensor in fitting.items() if key not in (*other_kind, *elsewhere)}
-    if other_kind:
+    ignored, differs = (other_kind, "type") if other_kind else (elsewhere, "name")
+    fitting = {key: tensor for key, tensor in fitting.items() if key not in ignored}
+    if ignored:
         notes.append(
-            f"weights ({source}): ignoring a head of another type ({_first(other_kind)}); {head} is "
-            f"initialised at random"
-        )
-    elif elsewhere:
-        notes.append(
-            f"weights ({source}): ignoring a head of another name ({_first(elsewhere)}); {head} is "
+            f"weights ({source}): ignoring a head of another {differs} ({_first(ignored)}); {head} is "
             f"initialised at random"
         )
     elif absent:
@@ -296,7 +286,7 @@ def _last_block(model: nn.Module) -> Sequence[nn.Module]:
         if last is not None:
             return last
     groups = group_steps(layout, scheme="residual")
-    owners = Ownership(groups)
+    owners = owners_of(groups)
     return [module for name, module in model.named_modules() if owners.blocks_with(name) == {len(groups) - 1}]
 
 
@@ -360,7 +350,7 @@ def _with_positions(
             continue
         tokens, old, new = grids
         rows = state[key].reshape(tokens + old**2, -1).float()
-        # As in the two libraries.
+        # As in torchvision and in timm.
         how = {"align_corners": True} if type(model) is torchvision.models.VisionTransformer else {"antialias": True}
         image = rows[tokens:].T.reshape(1, -1, old, old)
         image = functional.interpolate(image, size=(new, new), mode="bicubic", **how)
@@ -397,5 +387,5 @@ def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str
     return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
 
 
-def _first(keys: list[str]) -> str:
-    return ", ".join(keys[:KEYS_SHOWN]) + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")
+def _first(keys: list[str], most: int = 3) -> str:
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")

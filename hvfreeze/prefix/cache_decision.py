@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,6 @@ from hvfreeze.cache.file.disk import Budget, free_bytes
 from hvfreeze.cache.file.reader import directory_bytes, remove_left_over
 from hvfreeze.cache.planning import (
     PROBE_BYTES,
-    PROBE_SECONDS,
     CostMeasurement,
     Plan,
     Rates,
@@ -33,11 +34,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
 from hvfreeze.prefix.settings import CacheConfig
-from hvfreeze.prefix.splits import RowSource
-from hvfreeze.runs.clock import PhaseClock
-
-ROUNDED_TO = 9
-"""Decimal digits of fractions of an epoch, which are ratios of steps."""
+from hvfreeze.prefix.splits import RowSource, Split
 
 
 @dataclass
@@ -82,32 +79,15 @@ class PrefixTimer:
         return self.seconds / self.batches if self.batches else self.measured
 
 
-class Sums(NamedTuple):
-    """Totals of one rank since it began."""
-
-    rows_read: int = 0
-    """Totals at all cuts."""
-    seconds_saved: float = 0.0
-
-
-@dataclass(frozen=True)
-class CutPeriod:
-    """A plan, whether rows were stored for it, and the rank's totals when it was made."""
-
-    cut: int
-    plan: Plan
-    kept: bool
-    began: Sums
-
-
 @dataclass
 class Account:
-    """Seconds saved: those of the requested batches computed from images, minus the actual ones, per period."""
+    """Rows read at all cuts, and seconds saved: those of computing all requested batches minus the actual ones."""
 
     timer: PrefixTimer
     counters: Counters
-    periods: list[CutPeriod] = field(default_factory=list)
-    _saved: float = 0.0
+    seconds_saved_predicted: float = 0.0
+    """The sum of the plans' predictions, each until the cut changes."""
+    seconds_saved: float = 0.0
     _batches: int = 0
     _took: float = 0.0
 
@@ -116,52 +96,13 @@ class Account:
         took = self.timer.spent + self.counters.read_seconds + self.counters.write_seconds
         if cut > 0:
             asked = self.counters.batches - self._batches
-            self._saved += asked * self.timer.seconds_per_batch() - (took - self._took)
+            self.seconds_saved += asked * self.timer.seconds_per_batch() - (took - self._took)
         self._batches, self._took = self.counters.batches, took
 
-    def begin(self, cut: int, plan: Plan, *, kept: bool) -> None:
-        """Record a plan; the previous period is complete."""
-        self.periods.append(CutPeriod(cut, plan, kept, self.sums))
-
     @property
-    def sums(self) -> Sums:
-        """Totals up to the last `settle`."""
-        return Sums(self.counters.rows_read + sum(self.counters.rows_advanced.values()), self._saved)
-
-    def of_periods(self) -> list[Sums]:
-        """Return the totals of each period."""
-        ends = [*(period.began for period in self.periods), self.sums][1:]
-        return [
-            Sums(end.rows_read - period.began.rows_read, end.seconds_saved - period.began.seconds_saved)
-            for period, end in zip(self.periods, ends, strict=True)
-        ]
-
-
-def summary_of(periods: Sequence[CutPeriod], done: Sequence[Sequence[Sums]]) -> dict[str, Any]:
-    """Return the entries of summary.json's `cache` that compare predictions with outcomes.
-
-    Args:
-        periods: the periods of any rank, because plans are equal on all.
-        done: the sums of each period, per rank; rows are summed over ranks, seconds averaged.
-    """
-    told = []
-    for number, period in enumerate(periods):
-        plan, ranks = period.plan, [rank[number] for rank in done]
-        # What was to be read after the next move is that move's plan to tell, where there was one.
-        last = number == len(periods) - 1
-        told.append(
-            {
-                "cut": period.cut,
-                "kept": period.kept,
-                "reason": plan.reason,
-                "rows_read_predicted": round(plan.rows_read + last * plan.rows_read_later),
-                "rows_read": sum(rank.rows_read for rank in ranks),
-                "seconds_saved_predicted": plan.seconds_saved + last * plan.seconds_saved_later,
-                "seconds_saved": sum(rank.seconds_saved for rank in ranks) / len(ranks),
-            }
-        )
-    names = ("rows_read_predicted", "rows_read", "seconds_saved_predicted", "seconds_saved")
-    return {**{name: sum(entry[name] for entry in told) for name in names}, "stays": told}
+    def rows_read(self) -> int:
+        """Rows read at the current and at shallower cuts."""
+        return self.counters.rows_read + sum(self.counters.rows_advanced.values())
 
 
 @dataclass(frozen=True)
@@ -211,18 +152,17 @@ class Horizon(NamedTuple):
     epoch: int = 0
     """The current or next epoch."""
 
-    def trained(self, *, passes: float) -> tuple[float, float, float]:
-        """Return passes over the training samples: remaining ones, those until the cut changes, the fraction done."""
-        left = round(passes * self.epochs_left, ROUNDED_TO)
-        return left, passes * self.epochs_until_move, math.ceil(left) - left
+    def passes(self, split: Split) -> tuple[float, float]:
+        """Return the passes over the samples of `split`: the remaining ones, and those until the cut changes.
 
-    def evaluated(self, *, passes: float) -> tuple[float, float, float]:
-        """Return the same for evaluations, which are held at the ends of epochs and are never partial."""
-        left = round(self.epochs_left, ROUNDED_TO)
-        first = left - math.ceil(left) + 1
-        before = max(0.0, self.epochs_until_move - first)
-        until = before if math.isinf(before) else math.ceil(round(before, ROUNDED_TO))
-        return max(1.0, passes * math.ceil(left)), passes * until, 0.0
+        Evaluations are held at the ends of epochs, so they are never partial.
+        """
+        # Fractions of an epoch are ratios of steps, with rounding errors.
+        left, until = round(self.epochs_left, 9), round(self.epochs_until_move, 9)
+        each = split.passes_per_epoch
+        if split.name == "train":
+            return each * left, each * until
+        return max(1.0, each * math.ceil(left)), each * (until if math.isinf(until) else max(0, math.ceil(until) - 1))
 
 
 @dataclass
@@ -230,8 +170,6 @@ class CostInputs:
     """The run's contribution to a plan."""
 
     horizon: Callable[[], Horizon]
-    suffix_seconds: Callable[[], float]
-    """Seconds per batch of the rest of a step, which can hide reading and writing; 0 before the first step."""
     budget: Budget
     directory: Path
     memory_bytes: int
@@ -246,61 +184,10 @@ class CostInputs:
         return self._trials[cut, len(images)]
 
 
-def behind_prefix(clock: PhaseClock) -> float:
-    """Return the clock's seconds behind the prefix so far."""
-    spent = clock.read()
-    return sum(spent[phase] for phase in ("backward", "allreduce", "optimizer"))
-
-
-def suffix_seconds(clock: PhaseClock, *, batches: float, before: float = 0.0) -> float:
-    """Return the seconds per batch behind the prefix, after so many batches; 0 before the first.
-
-    `before` are seconds that other stages have spent there.
-    """
-    return max(0.0, behind_prefix(clock) - before) / batches if batches > 0 else 0.0
-
-
-PROBED, MORE = 0.005, 2.0
-"""Largest share of the possible saving that each part of a disk measurement may take, and the factor by which the
-allowed time must grow before a directory is measured again."""
-
-
-class Measured(NamedTuple):
-    """The parameters of a disk measurement, and the measured rates."""
-
-    most_bytes: int
-    most_seconds: float
-    rates: Rates
-
-
-_MEASURED: dict[tuple[Path, int, int], Measured] = {}
-"""Measurements by directory, row size and rows per batch."""
-
-
-def rates_of(directory: Path, row_bytes: int, batch_rows: int, *, rows: int, at_stake: float) -> Rates:
-    """Measure a directory once per row size, and its free space each time.
-
-    Uses at most as many bytes as so many rows, and a small share of the seconds `at_stake`: for few rows a full
-    measurement would take longer than the cache can save.
-
-    Raises:
-        CacheFault: the directory cannot be used.
-    """
-    key = directory, row_bytes, batch_rows
-    most_bytes, most_seconds = min(PROBE_BYTES, row_bytes * rows), min(PROBE_SECONDS, PROBED * at_stake)
-    known = _MEASURED.get(key)
-    if known is None or known.most_bytes < most_bytes or MORE * known.most_seconds < most_seconds:
-        rates = measure_directory(
-            directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most_bytes, most_seconds=most_seconds
-        )
-        _MEASURED[key] = Measured(most_bytes, most_seconds, rates)
-        return rates
-    try:
-        return replace(known.rates, free_bytes=free_bytes(directory))
-    except OSError as error:
-        raise CacheFault(
-            f"cache directory {directory} cannot be measured ({error}); choose another --cache-dir"
-        ) from error
+@cache
+def rates_of(directory: Path, *, row_bytes: int, batch_rows: int, most_bytes: int, warm: bool) -> Rates:
+    """Measure a directory once; see `measure_directory`."""
+    return measure_directory(directory, row_bytes=row_bytes, batch_rows=batch_rows, most_bytes=most_bytes, warm=warm)
 
 
 def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
@@ -312,14 +199,6 @@ def open_budget(settings: CacheConfig, directory: Path, *, size: int) -> Budget:
         remove_left_over(directory)
     limit = settings.limit_bytes()
     return Budget(None if limit is None else max(0, limit - directory_bytes(directory)) // size)
-
-
-PROBED_ROW_BYTES = 4096
-"""Plan input of a rank without rows; its plan is that of the others."""
-FREE_OF_CHARGE = Rates(
-    read_cold=0.0, read_warm=0.0, read_cpu=0.0, write=0.0, write_cpu=0.0, hash=0.0, free_bytes=1 << 62, filesystem=""
-)
-"""Rates of a directory that is not measured because no row would be read."""
 
 
 @dataclass
@@ -362,7 +241,7 @@ class Planner:
             return self._outline(looks[0])
 
         outlines = gather_results(world, outline, name=f"cache.look.{split.name}")
-        # Measuring a directory takes up to a second, which a run that would read nothing is spared.
+        # A run that would read nothing is spared the measurements.
         worth, shares = asked or reads_again(outlines), looks[0]
 
         def measure() -> CostMeasurement:
@@ -370,9 +249,9 @@ class Planner:
                 self._seconds_at[self._cut] = self.timer.seconds_per_batch()
                 self._cut, self._trial, self._image_seconds, self.batch_invariant = cut, None, 0.0, True
                 self.timer.restart(cut)
-            if self._trial is None and (worth or any(shares.sources)):
+            if self._trial is None and (worth or shares.source_share > 0):
                 self._try()
-            return self._measured(shares, rated=worth)
+            return self._measure(shares, rated=worth)
 
         ranks = gather_results(world, measure, name=f"cache.measure.{split.name}")
         return world.broadcast_object(make_plan(ranks, asked=asked), name="cache.plan")
@@ -392,52 +271,59 @@ class Planner:
 
     def _outline(self, shares: Shares) -> CostMeasurement:
         """Return the plan input that is known before any measurement."""
-        split, horizon = self.source.split, self.costs.horizon()
-        left = horizon.trained if split.name == "train" else horizon.evaluated
-        epochs_left, until_move, passed = left(passes=split.passes_per_epoch)
+        split = self.source.split
+        epochs_left, epochs_until_move = self.costs.horizon().passes(split)
         return CostMeasurement(
-            image_seconds=0.0,
-            prefix_seconds=0.0,
-            suffix_seconds=0.0,
-            batch_rows=self.source.recipe.batch_rows,
             rows=len(split.ids),
             views=split.num_views,
-            row_bytes=0,
+            batch_rows=self.source.recipe.batch_rows,
             padded=split.padded,
             epochs_left=epochs_left,
-            epochs_until_move=until_move,
-            passed=passed,
+            epochs_until_move=epochs_until_move,
             present=shares.present,
-            sources=shares.sources,
-            rows_rewritten=shares.rows_to_complete,
+            source_share=shares.source_share,
             all_at_once=self.source.shared,
-            memory_bytes=self.costs.memory_bytes,
-            rates=FREE_OF_CHARGE,
+            rows_rewritten=shares.rows_to_complete,
             left_bytes=self.costs.budget.left_bytes,
         )
 
-    def _measured(self, shares: Shares, *, rated: bool) -> CostMeasurement:
+    def _measure(self, shares: Shares, *, rated: bool) -> CostMeasurement:
         """Return the plan input with the measured costs of a batch and, if `rated`, of the directory."""
-        trial, recipe = self._trial, self.source.recipe
-        stored = recipe.stored or (trial.dtype if trial else None)
+        outline, trial, directory = self._outline(shares), self._trial, self.costs.directory
+        stored = self.source.recipe.stored or (trial.dtype if trial else None)
         row_bytes = trial.row_elements * stored.itemsize if trial and stored else 0
-        computed = replace(
-            self._outline(shares),
+        num_bytes = outline.rows * outline.views * row_bytes
+        found = replace(
+            outline,
             image_seconds=self._image_seconds,
             prefix_seconds=max(0.0, self.timer.seconds_per_batch() - self._image_seconds),
-            suffix_seconds=self.costs.suffix_seconds() if self.source.split.name == "train" else 0.0,
             row_bytes=row_bytes,
+            in_memory=num_bytes <= self.costs.memory_bytes,
         )
-        found = replace(computed, rates=self._rates(computed)) if rated else computed
+        if rated and row_bytes:
+            rates = rates_of(
+                directory,
+                row_bytes=row_bytes,
+                batch_rows=found.batch_rows,
+                most_bytes=min(PROBE_BYTES, num_bytes),
+                warm=found.in_memory,
+            )
+            free, filesystem = space_in(directory)
+            found = replace(found, rates=rates, free_bytes=free, filesystem=filesystem)
         spares = self._seconds_at.get(shares.source_cut, 0.0) - found.read_seconds
         return replace(found, source_spares=max(0.0, min(spares, found.compute_seconds)))
 
-    def _rates(self, computed: CostMeasurement) -> Rates:
-        """Return the rates of the directory, measured for a small share of the time that computing all rows takes."""
-        return rates_of(
-            self.costs.directory,
-            computed.row_bytes or PROBED_ROW_BYTES,
-            computed.batch_rows,
-            rows=computed.rows * computed.views,
-            at_stake=computed.compute_seconds * computed.steps * computed.epochs_left,
-        )
+
+def space_in(directory: Path) -> tuple[int, str]:
+    """Return the free bytes of a directory, and a name of its file system.
+
+    Raises:
+        CacheFault: the directory is gone.
+    """
+    try:
+        status = os.statvfs(directory)
+        return free_bytes(directory), f"{status.f_fsid:x}-{status.f_blocks}"
+    except OSError as error:
+        raise CacheFault(
+            f"cache directory {directory} cannot be measured ({error}); choose another --cache-dir"
+        ) from error

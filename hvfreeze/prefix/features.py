@@ -23,7 +23,7 @@ from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_precision
-from hvfreeze.prefix.cache_decision import Account, CostInputs, Planner, PrefixTimer, summary_of
+from hvfreeze.prefix.cache_decision import Account, CostInputs, Planner, PrefixTimer
 from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe, RowSource, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
@@ -99,10 +99,8 @@ NOTHING_KEPT: dict[str, Any] = {
     "bytes": 0,
     "rows_written": 0,
     "rows_read": 0,
-    "rows_read_predicted": 0.0,
     "seconds_saved_predicted": 0.0,
     "seconds_saved": 0.0,
-    "stays": [],
 }
 """The entry `cache` of summary.json for a run without cache."""
 
@@ -182,16 +180,19 @@ class Features:
         if self.planner is None:
             return dict(NOTHING_KEPT)
         self.account.settle(self.cut)
-        activations = self.activations
+        activations, account = self.activations, self.account
         exact = self.planner.exact and activations.exact
-        local = (exact, activations.stored_bytes, activations.counters.rows_written, self.account.of_periods())
-        exacts, sizes, written, done = zip(*self.terms.world.allgather_object(local, name="cache.report"))
+        local = (exact, activations.stored_bytes, activations.counters.rows_written, account.rows_read)
+        ranks = self.terms.world.allgather_object((*local, account.seconds_saved), name="cache.report")
+        exacts, sizes, written, read, saved = zip(*ranks)
         return {
             "mode": self.terms.settings.cache,
             "exact": all(exacts),
             "bytes": sum(sizes),
             "rows_written": sum(written),
-            **summary_of(self.account.periods, done),
+            "rows_read": sum(read),
+            "seconds_saved_predicted": account.seconds_saved_predicted,
+            "seconds_saved": sum(saved) / len(saved),
         }
 
     def close(self) -> None:
@@ -222,7 +223,7 @@ class Features:
             decided = f"cache {settings.cache} at cut {cut}{when}: {plan.reason}"
             self.terms.say(f"{decided}; the table is in log.txt\n{plan.table()}" if len(plan.rows) > 1 else decided)
         self.account.settle(self.cut)
-        self.account.begin(cut, plan, kept=use)
+        self.account.seconds_saved_predicted += plan.seconds_saved
 
         def begin() -> str | None:
             self.activations.begin_cut(

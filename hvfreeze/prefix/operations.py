@@ -79,6 +79,8 @@ class Description:
             return ["array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
         if isinstance(value, Mapping):
             return ["map", [[self.of(key), self.of(inner)] for key, inner in value.items()]]
+        if isinstance(value, slice):
+            return ["slice", self.of(value.start), self.of(value.stop), self.of(value.step)]
         if isinstance(value, (set, frozenset)):
             return ["set", sorted(canonical(self.of(inner)) for inner in value)]
         if isinstance(value, Sequence):

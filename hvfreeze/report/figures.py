@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,23 +222,34 @@ def add_segment(
         axes.text(left + value / 2, row, text, ha="center", va="center", color=colour, fontsize=8)
 
 
-def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
-    """Return the cut over time with every rank's proposals, a panel per run, for the first `MOST_PANELS` runs."""
+def plot_panels(
+    runs: Sequence[Run], draw: Callable[[Axes, Run], None], *, width: float, height: float, label: str
+) -> Figure:
+    """Return a figure with a panel of `height` inches for each run, for at most `MOST_PANELS` runs."""
     chosen = list(runs)[:MOST_PANELS]
-    deepest = max([1, *(deepest_cut(run) for run in chosen)])
     with matplotlib.rc_context(STYLE):
-        height = 0.55 + 0.19 * (deepest + 1)
-        figure = Figure(figsize=(width, 0.75 + (height + 0.3) * len(chosen)), layout="constrained")
-        panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)[:, 0]
+        figure = Figure(figsize=(width, 0.75 + height * len(chosen)), layout="constrained")
+        panels = figure.subplots(len(chosen), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, run in zip(panels, chosen):
-            plot_cut(axes, run)
+            draw(axes, run)
             axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
-            axes.set_ylim(-0.4, deepest + 0.4)
-            axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         panels[-1].set(xlabel="epochs of training", xlim=(0, None))
-        figure.supylabel("cut (number of frozen blocks)", fontsize=9)
+        figure.supylabel(label, fontsize=9)
         add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
         return figure
+
+
+def plot_cuts(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
+    """Return the cut over time with every rank's proposals, a panel per run, for the first `MOST_PANELS` runs."""
+    deepest = max([1, *(deepest_cut(run) for run in runs[:MOST_PANELS])])
+
+    def draw(axes: Axes, run: Run) -> None:
+        plot_cut(axes, run)
+        axes.set_ylim(-0.4, deepest + 0.4)
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+    height = 0.85 + 0.19 * (deepest + 1)
+    return plot_panels(runs, draw, width=width, height=height, label="cut (number of frozen blocks)")
 
 
 def deepest_cut(run: Run) -> int:
@@ -275,18 +286,7 @@ def plot_cut(axes: Axes, run: Run) -> None:
 
 def plot_gains(runs: Sequence[Run], *, width: float = WIDE) -> Figure:
     """Return each block's share of the gain of a step over time, mean over ranks, a panel per run."""
-    chosen = list(runs)[:MOST_PANELS]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, 0.75 + 1.9 * len(chosen)), layout="constrained")
-        panels = figure.subplots(len(chosen), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-        for axes, run in zip(panels, chosen):
-            plot_gain(axes, run)
-            axes.set_title(clipped(run.name, int(11.5 * width)), loc="left", fontsize=9)
-            axes.set_ylim(-0.05, 1.0)
-        panels[-1].set(xlabel="epochs of training", xlim=(0, None))
-        figure.supylabel("share of a step's gain", fontsize=9)
-        add_legend(figure, "outside upper left", columns=4 if width >= WIDE else 2)
-        return figure
+    return plot_panels(runs, plot_gain, width=width, height=1.9, label="share of a step's gain")
 
 
 def plot_gain(axes: Axes, run: Run) -> None:
@@ -300,3 +300,4 @@ def plot_gain(axes: Axes, run: Run) -> None:
         means = [sum(values) / len(values) if values else float("nan") for values in known]
         colour = shades(0.9 * block / max(1, count - 1))
         axes.plot(times, means, "-", marker=".", color=colour, linewidth=1.4, label=f"block {block}")
+    axes.set_ylim(-0.05, 1.0)

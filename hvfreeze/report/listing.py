@@ -10,7 +10,7 @@ from pathlib import Path
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.report.tables import accuracy_of, describe_run, epochs_done, seconds, table_of
 from hvfreeze.runs.files import check_unlocked
-from hvfreeze.runs.reading import Run, load_run, read_config
+from hvfreeze.runs.reading import Run, load_run, named_apart, read_config
 
 COLUMNS = ("Run", "State", "Model", "Data", "Ranks", "Freeze", "Cache", "Accuracy", "Training time", "Final cut")
 
@@ -98,20 +98,19 @@ def doing(place: Path) -> str:
     return "stopped"
 
 
-def readable_runs(places: Sequence[str | os.PathLike[str]]) -> list[str | os.PathLike[str]]:
-    """Return the directories that contain a run with an epoch; print a note on standard error for each other one.
+def readable_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Return the runs in the directories that contain an epoch; print a note on standard error for each other one.
 
     Raises RefusedError if none does; the message is about the first.
     """
     found, refusals = [], []
     for place in places:
         try:
-            load_run(place)
-            found.append(place)
+            found.append(load_run(place))
         except RefusedError as error:
             refusals.append(error)
     if not found:
         raise refusals[0]
     for refusal in refusals:
         print(f"hvfreeze: note: skipped: {refusal}", file=sys.stderr)
-    return found
+    return named_apart(found)

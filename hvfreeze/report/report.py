@@ -23,12 +23,10 @@ from hvfreeze.report import figures, tables
 from hvfreeze.report.comparison import Comparison, Group, compare, group_by_seed
 from hvfreeze.report.listing import doing, has_epoch, is_run, progress_of, readable_runs
 from hvfreeze.report.tables import Table, factor, percent, shown, to_csv, write_text
-from hvfreeze.runs.reading import Run, load_runs
+from hvfreeze.runs.reading import Run
 from hvfreeze.wording import plural
 
 TEMPLATES = Path(__file__).parent / "templates"
-VOTES_UNFOLDED = 24
-"""Largest number of votes over all runs before the page collapses each run's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
     Directories without a run or an epoch, and damaged ones, are skipped with a note. Raises RefusedError if no run is
     left, or `out` cannot be written.
     """
-    runs = load_runs(readable_runs(run_dirs))
+    runs = readable_runs(run_dirs)
     path = write_report_page(runs, out=Path(out))
     print(f"report on {plural(len(runs), 'run')}: {path}")
     return 0
@@ -120,7 +118,7 @@ def watch_report(run_dirs: Sequence[str | os.PathLike[str]], *, out: str | os.Pa
         now = (running, [is_run(place) and progress_of(place) for place in places])
         ready = [place for place in places if has_epoch(place)]
         if now != written and (ready or not running):
-            runs = load_runs(readable_runs(ready if running else places))
+            runs = readable_runs(ready if running else places)
             path = write_report_page(runs, out=Path(out), refresh_seconds=seconds if running else 0)
             print(f"{time.strftime('%H:%M:%S')} report on {plural(len(runs), 'run')}: {path}", flush=True)
             written = now
@@ -227,7 +225,8 @@ def cut_sections(runs: Sequence[Run], *, out: Path) -> list[Section]:
         )
         pictures.append(draw(figures.plot_gains, weighed, name="gains", caption=caption, out=out))
     voting = [run for run in moving if run.decisions]
-    folded = sum(len(run.decisions) for run in voting) > VOTES_UNFOLDED
+    # Each run's table is collapsed if all together are longer than a screen.
+    folded = sum(len(run.decisions) for run in voting) > 24
     votes = tuple(replace(tables.vote_table(run), folded=folded) for run in voting)
     note = (
         "Proposals and weights are in rank order. Support: share of the weight that proposed this cut or a deeper "

@@ -42,9 +42,10 @@ def accuracy_of(run: Run) -> str:
 def accuracy_of_group(group: Group) -> str:
     """Return the accuracy of a group's runs, with balanced accuracy and majority share if classes are unbalanced."""
     accuracy = shown(group.spread(lambda run: run.test_accuracy), percent)
-    beside = balance_of(group, [group])
-    told = f" (balanced {beside['Balanced accuracy']}, majority {beside['Majority class']})" if beside else ""
-    return accuracy + told
+    beside = optional_cells(group, [group])
+    if "Majority class" not in beside:
+        return accuracy
+    return f"{accuracy} (balanced {beside.get('Balanced accuracy', '')}, majority {beside['Majority class']})"
 
 
 def seconds(value: float) -> str:
@@ -226,9 +227,7 @@ def summary_table(groups: Sequence[Group]) -> Table:
                 "Run": group_label(group),
                 **describe_run(group.runs[0]),
                 "Accuracy": shown(group.spread(lambda r: r.test_accuracy), percent),
-                **balance_of(group, groups),
-                **metrics_of(group, groups),
-                **bits_of(group, groups),
+                **optional_cells(group, groups),
                 "Best accuracy": shown(group.spread(lambda r: r.best_accuracy), percent),
                 "Training time": shown(group.spread(lambda r: r.train_seconds), seconds),
                 "Speed-up": speed_up,
@@ -241,35 +240,30 @@ def summary_table(groups: Sequence[Group]) -> Table:
     return table_of(rows, prose=("Run", "Model", "Data", "Freeze", "Cache"))
 
 
-def balance_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
-    """Return the columns for unbalanced classes; empty if all runs have balanced classes."""
-    if not any(run.balance[1] is not None for other in groups for run in other.runs):
-        return {}
+def optional_cells(group: Group, groups: Sequence[Group]) -> dict[str, str]:
+    """Return the group's mean in each column that only some kinds of runs have; empty if no run of `groups` has any.
+
+    These are balanced accuracy and the share of the majority class where classes are unbalanced, the metrics by which
+    runs were compared, and bits per character of text.
+    """
+    runs = [run for other in groups for run in other.runs]
+    metrics = dict.fromkeys(name for run in runs for name in run.measured)
+    columns: dict[str, tuple[Callable[[Run], float | None], Callable[[float], str]]] = {
+        "Balanced accuracy": (lambda run: run.balance[0], percent),
+        "Majority class": (lambda run: run.balance[1], percent),
+        **{
+            WORDS[name][:1].upper() + WORDS[name][1:]: (lambda run, name=name: run.measured.get(name), "{:.4g}".format)  # type: ignore[misc]
+            for name in metrics
+            if name not in ("accuracy", "balanced_accuracy")
+        },
+        "Bits per character": (lambda run: run.metrics[-1].get("test_bits_per_character"), "{:.3f}".format),
+    }
     cells = {}
-    for title, place in (("Balanced accuracy", 0), ("Majority class", 1)):
-        known = [value for run in group.runs if (value := run.balance[place]) is not None]
-        cells[title] = percent(sum(known) / len(known)) if known else ""
+    for title, (value_of, unit) in columns.items():
+        if any(value_of(run) is not None for run in runs):
+            known = [value for run in group.runs if (value := value_of(run)) is not None]
+            cells[title] = unit(sum(known) / len(known)) if known else ""
     return cells
-
-
-def metrics_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
-    """Return a column for each metric by which a run of any group was compared."""
-    names = dict.fromkeys(name for other in groups for run in other.runs for name in run.measured)
-    cells = {}
-    for name in (name for name in names if name not in ("accuracy", "balanced_accuracy")):
-        title = WORDS[name][:1].upper() + WORDS[name][1:]
-        known = [run.measured[name] for run in group.runs if name in run.measured]
-        cells[title] = f"{sum(known) / len(known):.4g}" if known else ""
-    return cells
-
-
-def bits_of(group: Group, groups: Sequence[Group]) -> dict[str, str]:
-    """Return the column of bits per character, empty for a group of images; no column if all are images."""
-    key = "test_bits_per_character"
-    if not any(key in line for other in groups for run in other.runs for line in run.metrics):
-        return {}
-    last = [line[key] for run in group.runs for line in run.metrics[-1:] if line.get(key) is not None]
-    return {"Bits per character": f"{sum(last) / len(last):.3f}" if last else ""}
 
 
 def models_table(run: Run) -> Table:

@@ -29,7 +29,6 @@ from hvfreeze.plain_load import load_plain
 from hvfreeze.runs.files import publishing
 
 KEPT = 2
-DIGEST_CHARACTERS = 64
 LONGEST_HEADER = 2**20
 
 
@@ -180,7 +179,8 @@ def open_checkpoint(path: Path, *, size: int | None) -> Checkpoint:
         while left and (block := file.read(min(left, 2**24))):
             digest.update(block)
             left -= len(block)
-        if left or file.read(DIGEST_CHARACTERS + 1) != digest.hexdigest().encode():
+        expected = digest.hexdigest().encode()
+        if left or file.read(len(expected) + 1) != expected:
             raise damaged(path)
     if saved_size != size and size is not None:
         raise RefusedError(

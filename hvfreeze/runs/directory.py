@@ -31,14 +31,10 @@ PATIENCE_ELSEWHERE_SECONDS = 150.0
 """The same for a job on another host: after a power loss, a file server keeps its lock, NFSv4 for 90 s by default."""
 
 
-LONGEST_WORD = 64
-"""Largest number of characters of a directory's name; file systems allow 255, and a model's name may list its
-layers."""
-
-
 def directory_name(*words: str) -> str:
     """Return a name of time, words, and six random digits, which separate jobs that start in the same second."""
-    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:LONGEST_WORD] for word in words)
+    # File systems allow 255 characters, and a model's name may list its layers.
+    safe = (re.sub(r"[^A-Za-z0-9_.-]+", "_", word)[:64] for word in words)
     return "-".join([time.strftime("%Y%m%d-%H%M%S"), *safe, secrets.token_hex(3)])
 
 
@@ -67,10 +63,8 @@ def check_directory(directory: Path, settings: Settings, environment: Mapping[st
             return []
         check_owners(directory)
         check_writable(directory)
-        if settings["run"]["resume"]:
-            check_unlocked(directory, patience_seconds=(PATIENCE_SECONDS, PATIENCE_ELSEWHERE_SECONDS))
-        else:
-            check_unlocked(directory)
+        patience = (PATIENCE_SECONDS, PATIENCE_ELSEWHERE_SECONDS) if settings["run"]["resume"] else (0.0, 0.0)
+        check_unlocked(directory, patience_seconds=patience)
         return changed_settings(directory, settings, environment)
     except OSError as error:
         raise unusable(directory, f"cannot be written: {reason_of(error)}") from error

@@ -14,8 +14,6 @@ from hvfreeze.wording import in_time
 
 SECONDS_BETWEEN_LINES, MOST_SECONDS_BETWEEN_LINES = 30.0, 600.0
 SECONDS_BETWEEN_LOOKS = 0.5
-LEAST_SHARE = 0.05
-"""Share of the steps that must be done before the remaining time is estimated."""
 WITHOUT_REST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """tqdm's format without the remaining time."""
 
@@ -95,8 +93,8 @@ class Progress:
                 self._last = now
         elif self._logger is not None and now - self._last >= self._wait:
             rest, self._wait = "", min(2 * self._wait, MOST_SECONDS_BETWEEN_LINES)
-            # What the first few steps took says little.
-            if even and done > self._first and done - self._first >= LEAST_SHARE * (total - self._first):
+            # What the first 5 % of the steps took says little.
+            if even and done > self._first and done - self._first >= 0.05 * (total - self._first):
                 left = (now - self._start) / (done - self._first) * (total - done)
                 rest = f"; {in_time(left)} left"
             steps = f"step {done} of {'about ' if estimated else ''}{total}, " if even else ""

@@ -315,8 +315,13 @@ def check_values(run: Run) -> None:
 
 
 def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Return the runs in the given order, each once; equal names are prefixed with the parent folder."""
-    runs = list({run.directory.resolve(): run for run in map(load_run, directories)}.values())
+    """Return the runs in the given order; see `named_apart`."""
+    return named_apart([load_run(directory) for directory in directories])
+
+
+def named_apart(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs, each once; equal names are prefixed with the parent folder."""
+    runs = list({run.directory.resolve(): run for run in runs}.values())
     names = [run.name for run in runs]
     longer = [replace(run, name=f"{printable(run.directory.resolve().parent.name)}/{run.name}") for run in runs]
     return [long if names.count(run.name) > 1 else run for run, long in zip(runs, longer, strict=True)]

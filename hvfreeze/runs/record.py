@@ -32,33 +32,14 @@ class NullRecord:
     resumed: Sequence[dict[str, Any]] = ()
     trackers = Trackers()
 
-    def change(self, what: str) -> None:
+    def _do_nothing(self, *_: Any) -> None:
         """Do nothing."""
 
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def log(self, text: str) -> None:
-        """Do nothing."""
-
-    def metrics(self, line: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def decision(self, decision: DataclassInstance) -> None:
-        """Do nothing."""
+    change = begin = log = metrics = decision = cut_back = summary = close = _do_nothing
 
     def position(self) -> dict[str, int]:
         """Return no position."""
         return {}
-
-    def cut_back(self, position: dict[str, int]) -> None:
-        """Do nothing."""
-
-    def summary(self, summary: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 class Record:

@@ -27,7 +27,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, work_of
 from hvfreeze.optim import open_optimizer
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, behind_prefix, open_budget, suffix_seconds
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
@@ -41,17 +41,14 @@ def open_cost_inputs(context: BuildContext, config: Config, freezer: Freezer, *,
 
     --cache-limit is divided by `size` ranks.
     """
-    directory, per_epoch = context.cache_directory(config.cache), context.corpus.plan.batches_per_epoch
-    batches_of_a_step = per_epoch / config.optimizer.steps_per_epoch(per_epoch)
+    directory = context.cache_directory(config.cache)
 
     def horizon() -> Horizon:
         epoch = freezer.cadence.epoch(freezer.step)
         return Horizon(freezer.epochs_left, freezer.epochs_until_move(), epoch)
 
-    before = behind_prefix(context.clock)
     return CostInputs(
         horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=freezer.step * batches_of_a_step, before=before),
         budget=open_budget(config.cache, directory, size=size),
         directory=directory,
         memory_bytes=memory_budget(context.world.local_size),

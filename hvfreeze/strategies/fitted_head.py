@@ -45,7 +45,6 @@ def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     costs = CostInputs(
         # All rows serve once, and the cut never moves.
         horizon=lambda: Horizon(1.0, math.inf),
-        suffix_seconds=lambda: 0.0,
         budget=open_budget(config.cache, directory, size=world.size),
         directory=directory,
         memory_bytes=memory_budget(world.local_size),

@@ -23,7 +23,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, padded_batches
 from hvfreeze.data.decoding import Images
-from hvfreeze.data.folders import class_folder_of, first_few, first_image
+from hvfreeze.data.folders import class_folder_of, first_image
 from hvfreeze.data.images import TRANSPARENT, ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource
 from hvfreeze.data.settings import TEXT, DataConfig
@@ -35,7 +35,7 @@ from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import find_out, is_open
 from hvfreeze.heads.token_form import try_token_forms
-from hvfreeze.inference.card import card_of, libraries_of
+from hvfreeze.inference.run_card import card_of, libraries_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
 from hvfreeze.model.settings import is_downloaded
@@ -65,7 +65,7 @@ from hvfreeze.training.start_notes import (
 )
 from hvfreeze.training.verb_settings import for_head, with_flips
 from hvfreeze.user_code import HF, code_sha256, is_named_code
-from hvfreeze.wording import plural
+from hvfreeze.wording import first_few, plural
 
 
 def prepare(config: Config, world: World, *, started: float | None = None) -> Job:

@@ -23,7 +23,8 @@ from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, UsageError
 from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.multilevel import MultiLevelClassifier
-from hvfreeze.inference.card import head_named, sha256_of, write_card
+from hvfreeze.inference.card import sha256_of, write_card
+from hvfreeze.inference.run_card import head_named
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds

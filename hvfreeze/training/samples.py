@@ -19,19 +19,20 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds
 from hvfreeze.data.data_sets import DataSplits, list_data, open_data, prepare_data, root_of
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels, find_broken
-from hvfreeze.data.folders import Folders, first_few, meant_by
+from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.reading import reading_of
 from hvfreeze.data.tables import columns_of
 from hvfreeze.errors import UsageError
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
+from hvfreeze.row_weights import class_weights, scaled_weights
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.opening import reads_images, replicas_of
-from hvfreeze.tasks import Classes, Numbers, Task, class_weights, scaled_weights
+from hvfreeze.tasks import Classes, Numbers, Task
 from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.settings import METRICS, parse_class_weights
-from hvfreeze.wording import did_you_mean
+from hvfreeze.wording import did_you_mean, first_few
 
 
 def open_agreed_corpus(

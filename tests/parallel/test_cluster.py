@@ -86,18 +86,6 @@ def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: N
 
 @pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
 @pytest.mark.seldom
-def test_an_allreduce_sends_its_payload_times_the_factor_of_the_algorithm(
-    nodes: Nodes, folder: Path, size: int
-) -> None:
-    worker = [sys.executable, str(WORKERS / "sent_bytes.py"), str(folder / "found")]
-    done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
-    assert done.returncode == 0, done.stderr
-    # Without the rules in openmpi-allreduce.conf the first of three ranks sends 2.5 times the payload.
-    assert json.loads((folder / "found").read_text()) == pytest.approx([2 * (size - 1) / size] * size, rel=0.1)
-
-
-@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
-@pytest.mark.seldom
 def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path, size: int) -> None:
     worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
     done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
@@ -108,6 +96,7 @@ def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nod
             tail = 2 * size * 4 if compression == "fp16" else 0
             assert 0 <= bytes_of["formula"] - bytes_of["handed"] <= tail, compression
             ring = 2 * (size - 1) / size * bytes_of["formula"]
+            # Without the rules in openmpi-allreduce.conf the first of three ranks sends 2.5 times the payload.
             # Headers are 5 % of a full packet; agreeing on a message takes the same few bytes for each of them.
             assert bytes_of["wire"] == pytest.approx(ring, rel=0.1, abs=60_000), compression
 

@@ -22,8 +22,8 @@ from tests.parallel.nodes import launch, scratch, wait_until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.seldom]
 ON_NODES = {"communication", "strategies"}
-NAMES = ("baseline", "communication", "peers", "static_sweep", "adaptive", "caching", "pixels64", "exact_head")
-NAMES += ("compression", "strategies", "tasks", "criteria", "own_scripts", "cores")
+NAMES = ("baseline", "communication", "peers", "static_sweep", "adaptive", "caching", "pixels64")
+NAMES += ("strategies", "tasks", "cores", "script_heads")
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ LEFT_OUT = {
     ),
     "track": "a library that need not be there",
 }
-MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "stays", "peak_memory_bytes")
+MEASURED = ("seconds", "_per_second", "seconds_saved", "predicted", "peak_memory_bytes")
 """What keys end with whose values another run of the same settings does not have."""
 MOST_FLAGS = 3
 

@@ -22,7 +22,7 @@ from hvfreeze.data.folders import list_folders
 from hvfreeze.data.shards import apportion, plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
-from hvfreeze.freezing.vote import ballot, deepest_supported, fixed_point
+from hvfreeze.freezing.vote import count, deepest_supported, fixed_point
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.runs.reading import read_config, read_lines, read_object
@@ -47,8 +47,8 @@ plain = st.recursive(
 
 def tally_of(table: list[tuple[int, int]], *, scale: float = 1.0) -> list[int]:
     largest = max(weight for _, weight in table) * scale
-    rows = [ballot(p, fixed_point(weight * scale, largest), deepest=DEEPEST) for p, weight in table]
-    return [sum(column) for column in zip(*rows, strict=True)]
+    proposals, weights = zip(*table, strict=True)
+    return count(proposals, [fixed_point(weight * scale, largest) for weight in weights], deepest=DEEPEST)
 
 
 @given(table=ranks, quorum=quorums, cut=st.integers(0, DEEPEST), order=st.randoms(), power=st.integers(-60, 60))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from unittest import mock
+
+from torch import Tensor
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
-from hvfreeze.cache.file.disk import Disk
+from hvfreeze.cache.file.reader import MappedRows
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.prefix.settings import CacheConfig
 
@@ -52,11 +55,19 @@ class Circumstances:
         if self.disk_rate is None:
             return nullcontext()
         rate = self.disk_rate
-        return mock.patch.multiple(
-            Disk,
-            read=lambda disk, num_bytes: time.sleep(num_bytes / rate),
-            write=lambda disk, num_bytes: time.sleep(num_bytes / rate),
-        )
+        read, write, slow = MappedRows.read, os.pwrite, ExitStack()
+
+        def slow_read(mapped: MappedRows, rows: Tensor) -> Tensor:
+            time.sleep(len(rows) * mapped.row_bytes / rate)
+            return read(mapped, rows)
+
+        def slow_write(descriptor: int, content: bytes | memoryview, offset: int) -> int:
+            time.sleep(len(content) / rate)
+            return write(descriptor, content, offset)
+
+        slow.enter_context(mock.patch.object(MappedRows, "read", slow_read))
+        slow.enter_context(mock.patch.object(os, "pwrite", slow_write))
+        return slow
 
 
 TABLE = {
@@ -77,7 +88,7 @@ TABLE = {
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+    setting = Setting.of(ranks, scratch, pace, batch_rows=BATCH_ROWS)
     for name, found in TABLE.items():
         predicts = PREDICTION in wanted and name == "cache_auto_cut4"
         if name in wanted or predicts:

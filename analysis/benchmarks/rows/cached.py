@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, CUTS, EpochSteps, HeldBatch, Setting, held_batches, replicas_of
+from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 from hvfreeze.prefix.settings import CacheConfig
@@ -23,16 +23,8 @@ KEPT = CacheConfig(cache="on")
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    small = Setting(
-        world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), steps=2 if pace.quick else STEPS
-    )
-    large = Setting(
-        world=ranks.world,
-        scratch=scratch,
-        batch_rows=2 if pace.quick else LARGE_ROWS,
-        steps=LARGE_STEPS,
-        side=LARGE_SIDE,
-    )
+    small = Setting.of(ranks, scratch, pace, steps=STEPS)
+    large = Setting.of(ranks, scratch, pace, batch_rows=LARGE_ROWS, steps=LARGE_STEPS, side=LARGE_SIDE)
     cases = [(f"cached_step_cut{cut}", cut, small) for cut in CUTS]
     cases += [(f"cached_step_{LARGE_SIDE}px_cut{cut}", cut, large) for cut in LARGE_CUTS]
     for name, cut, setting in cases:

@@ -47,7 +47,7 @@ INDEX = Duel(
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
     if EPOCH.name in wanted:
-        setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+        setting = Setting.of(ranks, scratch, pace)
         job = setting.job("step")
         steps = HeldSteps(job)
         yield from hold(

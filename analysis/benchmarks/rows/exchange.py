@@ -9,7 +9,7 @@ from torch import nn
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, HeldSteps, Setting, replicas_of
+from analysis.benchmarks.material import HeldSteps, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import parts_of, resnet
 
@@ -31,7 +31,7 @@ def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) ->
     for rows, side in ((COMPRESSIONS, 32), (AT_64, 64)):
         chosen = {name: compression for name, compression in rows.items() if name in wanted}
         if chosen:
-            setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), side=side)
+            setting = Setting.of(ranks, scratch, pace, side=side)
             yield from compressed(ranks, chosen, setting, pace)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, MANY_EPOCHS, Setting, replicas_of
+from analysis.benchmarks.material import MANY_EPOCHS, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.cached import KEPT
 from analysis.benchmarks.runs import epoch_of
@@ -20,13 +20,7 @@ MIN_PAIRS = 5
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(
-        world=ranks.world,
-        scratch=scratch,
-        batch_rows=pace.rows(BATCH_ROWS),
-        steps=2 if pace.quick else STEPS,
-        epochs=MANY_EPOCHS,
-    )
+    setting = Setting.of(ranks, scratch, pace, steps=STEPS, epochs=MANY_EPOCHS)
     for cut in FILLED_CUTS:
         name = f"filling_epoch_cut{cut}"
         if name in wanted:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, CUTS, HeldSteps, Setting, held_batches, replicas_of
+from analysis.benchmarks.material import CUTS, HeldSteps, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
 
@@ -16,7 +16,7 @@ SLACK_SECONDS = 0.3e-3
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS))
+    setting = Setting.of(ranks, scratch, pace)
     for cut in CUTS:
         name = f"frozen_step_cut{cut}"
         if name in wanted:

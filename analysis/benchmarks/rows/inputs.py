@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, NUM_CLASSES, HeldSteps, Setting
+from analysis.benchmarks.material import NUM_CLASSES, HeldSteps, Setting
 from analysis.benchmarks.ranks import Ranks
 from hvfreeze.config.tree import to_dict
 from hvfreeze.data.batches import Batch
@@ -36,9 +37,9 @@ DUEL = Duel(
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    rows = pace.rows(BATCH_ROWS)
-    steps = HeldSteps(Setting(world=ranks.world, scratch=scratch, batch_rows=rows).job("step"))
-    job = Setting(world=ranks.world, scratch=scratch, batch_rows=rows, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
+    setting = Setting.of(ranks, scratch, pace)
+    steps = HeldSteps(setting.job("step"))
+    job = replace(setting, steps=STEPS_OF_CIFAR).job("x", augment="fresh")
     job.record = NullRecord() if ranks.rank else open_record(scratch / "run", to_dict(job.config), environment={})
     sides = [Side("extra", Extra(job, Progress(job.logger, 1000)).step), Side("step", steps.step)]
     yield from hold(ranks, sides, [DUEL], pace=pace)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, MANY_EPOCHS, Setting, replicas_of
+from analysis.benchmarks.material import MANY_EPOCHS, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.rows.cached import KEPT, STEPS
 from analysis.benchmarks.runs import epoch_of
@@ -29,13 +29,7 @@ DUEL = Duel(
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the row of this case. Collective: every rank must call this."""
-    setting = Setting(
-        world=ranks.world,
-        scratch=scratch,
-        batch_rows=pace.rows(BATCH_ROWS),
-        steps=2 if pace.quick else STEPS,
-        epochs=MANY_EPOCHS,
-    )
+    setting = Setting.of(ranks, scratch, pace, steps=STEPS, epochs=MANY_EPOCHS)
     job = setting.job(DUEL.name, cut=CUT, cache=KEPT)
     epoch_of(job)
     replicas_of(job).training.activations.publish()

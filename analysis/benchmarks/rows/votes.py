@@ -22,7 +22,7 @@ VOTED = FreezeConfig(freeze="gradient-norm", interval=INTERVAL, freeze_warmup=IN
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(world=ranks.world, scratch=scratch, batch_rows=pace.rows(BATCH_ROWS), epochs=MANY_EPOCHS)
+    setting = Setting.of(ranks, scratch, pace, batch_rows=BATCH_ROWS, epochs=MANY_EPOCHS)
     duel = Duel(
         name="vote_every_4_steps",
         ours="voted",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
-from analysis.benchmarks.material import BATCH_ROWS, HeldBatch, Setting, replicas_of
+from analysis.benchmarks.material import HeldBatch, Setting, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop
 from analysis.benchmarks.rows.cached import KEPT
@@ -24,13 +24,7 @@ BOUND = 1 / 0.9
 
 def measure(ranks: Ranks, wanted: Collection[str], pace: Pace, scratch: Path) -> Iterator[Row]:
     """Yield the rows of this case. Collective: every rank must call this."""
-    setting = Setting(
-        world=ranks.world,
-        scratch=scratch,
-        batch_rows=pace.rows(BATCH_ROWS),
-        epochs=EPOCHS,
-        steps=2 if pace.quick else 4,
-    )
+    setting = Setting.of(ranks, scratch, pace, steps=4, epochs=EPOCHS)
     full_step = step_in_full(setting)
     for cut, steps in STEPS.items():
         name = f"whole_run_cut{cut}"

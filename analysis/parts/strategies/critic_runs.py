@@ -55,7 +55,7 @@ def run(preset: Preset, label: str, *, seed: int) -> PlannedRun:
 
 def told(results: Results, label: str, key: str) -> dict[int, Any]:
     """Return an entry of what runs of a label tell of their exits, by seed."""
-    return {run.settings["seed"]: (run.summary or {})["critics"][key] for run in results.runs_of(label)}
+    return results.of_runs(label, lambda run: (run.summary or {})["critics"][key])
 
 
 def left_early(results: Results, label: str) -> dict[int, float]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, paired_ratio, shown
-from hvfreeze.model.blocks import cut_into_blocks
+from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.report.tables import Table, factor, megabytes
 from hvfreeze.runs.reading import Run
@@ -91,25 +92,30 @@ def run(
     return PlannedRun(label=label, seed=seed, flags=flags, ranks=parts * replicas, nodes=nodes, bandwidth=bandwidth)
 
 
+def chain_of(run: Run, *, scheme: str = "residual") -> Chain:
+    """Return the chain that a run has trained, with other weights."""
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(run.settings["model"], num_classes=10, image_size=run.settings["image_size"]).model
+        return cut_into_blocks(model, scheme=scheme)
+
+
+def image_of(run: Run) -> Tensor:
+    """Return a black image of the size that a run has, (1, 3, H, W)."""
+    return torch.zeros(1, 3, run.settings["image_size"], run.settings["image_size"])
+
+
 def grid_of(run: Run) -> dict[str, Any]:
     """Return what a run's summary tells of its grid."""
     found: dict[str, Any] = (run.summary or {})["grid"]
     return found
 
 
-def runs_with(results: Results, label: str) -> list[Run]:
-    """Return the kept runs of a label."""
-    return results.runs_of(label)
-
-
 def throughput_ratio(results: Results, label: str, reference: str) -> Interval:
     """Return samples a second of a label over those of another, after the first epoch, paired by seed."""
 
     def speeds(of: str) -> dict[int, float]:
-        rows = {int(row["seed"]): row for row in results.of(of)}
-        runs = {run.settings["seed"]: run for run in runs_with(results, of)}
-        samples = {seed: runs[seed].settings["batch_size"] * grid_of(runs[seed])["replicas"] for seed in runs}
-        return {seed: samples[seed] / rows[seed]["step_seconds"] for seed in runs}
+        samples = results.of_runs(of, lambda run: run.settings["batch_size"] * grid_of(run)["replicas"])
+        return {seed: samples[seed] / spent for seed, spent in results.values(of, "step_seconds").items()}
 
     return paired_ratio(speeds(label), speeds(reference))
 
@@ -122,19 +128,17 @@ def bound(parts: int, replicas: int, number: int) -> float:
 def predicted_bytes(run: Run) -> tuple[int, int, int]:
     """Return the bytes of activations, errors and gradients that all ranks together send, by the formula."""
     settings, grid = run.settings, grid_of(run)
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model
-    chain = cut_into_blocks(model, scheme="residual")
-    model.eval()
-    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
-    boundaries = dry_run(chain.run, images, depth=len(chain.blocks))
+    chain = chain_of(run)
+    chain.model.eval()
+    boundaries = dry_run(chain.run, image_of(run), depth=len(chain.blocks))
     steps, cut = run.metrics[-1]["step"], settings["cut"] or 0
     inner = [start for start, _ in grid["segments"][1:]]
     lines = steps * grid["replicas"]
+    samples = lines * settings["batch_size"]
     trained = sum(parameter.nbytes for _, parameter in chain.named_parameters(cut))
     return (
-        lines * sum(boundaries[depth].num_bytes for depth in inner),
-        lines * sum(boundaries[depth].num_bytes for depth in inner if depth > cut),
+        samples * sum(boundaries[depth].num_bytes for depth in inner),
+        samples * sum(boundaries[depth].num_bytes for depth in inner if depth > cut),
         lines * trained if grid["replicas"] > 1 else 0,
     )
 
@@ -150,7 +154,7 @@ def tables(results: Results) -> tuple[str, str]:
     speed: list[tuple[str, ...]] = []
     memory: list[tuple[str, ...]] = []
     for label in (label for label in results.labels if label.startswith("grid-")):
-        run = runs_with(results, label)[0]
+        run = results.runs_of(label)[0]
         grid = grid_of(run)
         shape = grid["parts"], grid["replicas"], grid["micro_batches"]
         if "-resnet" not in label:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from analysis.parts.strategies.grid_runs import grid_of, run, runs_with, throughput_ratio
+from analysis.parts.strategies.grid_runs import chain_of, grid_of, image_of, run, throughput_ratio
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, shown
-from hvfreeze.model.blocks import Chain, cut_into_blocks
-from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.segments import Segment, work_of
 from hvfreeze.report.tables import Table, factor, megabytes
 from hvfreeze.runs.reading import Run
@@ -47,13 +43,6 @@ def label_of(kind: str, redeal: str) -> str:
     return f"{kind}-{'redealt' if redeal == 'on' else 'waiting'}"
 
 
-def chain_of(run: Run) -> Chain:
-    """Return the chain that a run has trained."""
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(run.settings["model"], num_classes=10, image_size=run.settings["image_size"]).model
-    return cut_into_blocks(model, scheme="residual")
-
-
 def step_work(
     work: Sequence[float], segments: Sequence[Segment], *, cut: int, cached: bool, micro_batches: int
 ) -> float:
@@ -74,8 +63,8 @@ def step_work(
 
 def predicted_gain(waiting: Run, redealt: Run) -> float:
     """Return the predicted speed-up of a step by repartitioning, with a core for each rank."""
-    size, takes = waiting.settings["image_size"], []
-    work = [float(number) for number in work_of(chain_of(waiting), torch.zeros(1, 3, size, size))]
+    takes = []
+    work = [float(number) for number in work_of(chain_of(waiting), image_of(waiting))]
     for one in (waiting, redealt):
         grid, deal = grid_of(one), grid_of(one)["deals"][-1]
         lines = deal["replicas"] // grid["replicas"]
@@ -98,7 +87,7 @@ def gain(results: Results, kind: str) -> Interval:
 
 def predicted(results: Results, kind: str) -> str:
     """Return the same as it should be."""
-    (waiting,), (redealt,) = (runs_with(results, label_of(kind, redeal)) for redeal in ("off", "on"))
+    (waiting,), (redealt,) = (results.runs_of(label_of(kind, redeal)) for redeal in ("off", "on"))
     return factor(predicted_gain(waiting, redealt))
 
 
@@ -109,7 +98,7 @@ def table(results: Results) -> str:
         for redeal in ("off", "on"):
             label = label_of(kind, redeal)
             told = (shown(gain(results, kind), factor), predicted(results, kind)) if redeal == "on" else ("", "")
-            grid = grid_of(runs_with(results, label)[0])
+            grid = grid_of(results.runs_of(label)[0])
             sent = (grid["wire_bytes"]["activations"], sum(grid["allreduce_bytes"]), grid["moved_bytes"])
             lines = " then ".join(f"{deal['replicas']} x {deal['parts']}" for deal in grid["deals"])
             rows.append((label, lines, *told, *map(megabytes, sent)))

@@ -16,7 +16,7 @@ from analysis.sweeps.charts import OTHERS, Line, line_chart
 from analysis.sweeps.pages import Words, milliseconds
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
-from analysis.sweeps.statistics import Interval, mean_interval, of_seeds, paired_ratio, shown
+from analysis.sweeps.statistics import Interval, of_seeds, paired_ratio, shown
 from hvfreeze.report.tables import Table
 from hvfreeze.runs.reading import Run
 
@@ -92,7 +92,7 @@ def text_flags(*, batch: int, context: int, steps: int, rate: float) -> dict[str
 
 def losses(results: Results, parts: int, rate: float) -> dict[int, float]:
     """Return the held-out loss in nats a character, by seed."""
-    return by_seed(results.runs_of(label_of(parts, rate)), lambda run: float(run.metrics[-1]["test_loss"]))
+    return results.of_runs(label_of(parts, rate), lambda run: float(run.metrics[-1]["test_loss"]))
 
 
 def gap(results: Results, parts: int, rate: float) -> Interval:
@@ -100,9 +100,9 @@ def gap(results: Results, parts: int, rate: float) -> Interval:
     return paired_ratio(losses(results, parts, rate), losses(results, 1, rate))
 
 
-def times(results: Results, label: str) -> list[Run]:
-    """Return the runs that are about time."""
-    return results.runs_of(f"ring-time-{label}")
+def times(results: Results, label: str, value: Callable[[Run], float]) -> dict[int, float]:
+    """Return a number of each run that is about time, by seed."""
+    return results.of_runs(f"ring-time-{label}", value)
 
 
 def step_seconds(run: Run) -> float:
@@ -115,11 +115,6 @@ def predicted_seconds(run: Run, *, parts: int) -> float:
     steps, seconds = int(run.metrics[-1]["step"]), run.seconds
     forward, backward = seconds["data"] + seconds["forward"], seconds["backward"] + seconds["optimizer"]
     return (forward + backward / parts) / steps
-
-
-def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
-    """Return a number of each run by its seed."""
-    return {run.settings["seed"]: value(run) for run in runs}
 
 
 def nats(value: float) -> str:
@@ -145,22 +140,21 @@ def loss_table(results: Results) -> str:
 
 def step_table(results: Results) -> str:
     """Return measured and predicted seconds of a step."""
-    plain = times(results, "plain")
-    whole, ideal = (mean_interval([predicted_seconds(run, parts=parts) for run in plain]) for parts in (1, TIMED_PARTS))
+    whole, ideal = (
+        of_seeds(times(results, "plain", partial(predicted_seconds, parts=parts))) for parts in (1, TIMED_PARTS)
+    )
     told = [("one process", "plain", "-"), ("ring, new gradients", "new", milliseconds(whole.mean))]
     told.append(("ring, old gradients", "stale", milliseconds(ideal.mean)))
     rows = [
-        (name, shown(mean_interval([step_seconds(run) for run in times(results, label)]), milliseconds), expected)
+        (name, shown(of_seeds(times(results, label, step_seconds)), milliseconds), expected)
         for name, label, expected in told
     ]
     return Table(columns=("Run", "Step", "By the clock of one process"), rows=tuple(rows)).to_text()
 
 
 def words(results: Results) -> Words:
-    plain, new, stale = (by_seed(times(results, label), step_seconds) for label in TIMED)
-    whole, ideal = (
-        by_seed(times(results, "plain"), partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS)
-    )
+    plain, new, stale = (times(results, label, step_seconds) for label in TIMED)
+    whole, ideal = (times(results, "plain", partial(predicted_seconds, parts=parts)) for parts in (1, TIMED_PARTS))
     return {
         "high": HIGH,
         "lost": lambda parts, rate=MODEST, n=False: shown(gap(results, parts, rate), lost, count=n),

@@ -8,7 +8,6 @@ Source: Yuan et al., "Distributed Learning of Fully Connected Neural Networks us
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib
@@ -80,16 +79,6 @@ def label_of(way: str, ranks: int) -> str:
     return f"mlp-{ranks}-{way}"
 
 
-def kept(results: Results, way: str, ranks: int) -> list[Run]:
-    """Return the kept runs of a way."""
-    return results.runs_of(label_of(way, ranks))
-
-
-def by_seed(runs: list[Run], value: Callable[[Run], float]) -> dict[int, float]:
-    """Return a number of each run by its seed."""
-    return {run.settings["seed"]: value(run) for run in runs}
-
-
 def ranks_of(run: Run) -> int:
     """Return how many ranks a run had."""
     return int((run.summary or {})["world_size"])
@@ -133,9 +122,11 @@ def against_replicas(results: Results, way: str, ranks: int) -> tuple[Interval, 
 
     Paired by seed.
     """
-    targets = {run.settings["seed"]: best(run) for run in kept(results, "replicas", ranks)}
-    runs = [run for run in kept(results, way, ranks) if run.settings["seed"] in targets]
-    until = {run.settings["seed"]: bytes_until(run, targets[run.settings["seed"]][0]) for run in runs}
+    targets = results.of_runs(label_of("replicas", ranks), best)
+    runs = {
+        seed: run for seed, run in results.of_runs(label_of(way, ranks), lambda run: run).items() if seed in targets
+    }
+    until = {seed: bytes_until(run, targets[seed][0]) for seed, run in runs.items()}
     reached = {seed: sent for seed, sent in until.items() if sent}
     return paired_ratio(reached, {seed: sent for seed, (_, sent) in targets.items()}), len(reached), len(runs)
 
@@ -149,7 +140,7 @@ def reach(results: Results, way: str, ranks: int) -> str:
 
 def bests(results: Results, way: str, ranks: int) -> dict[int, float]:
     """Return the best accuracy of each run."""
-    return by_seed(kept(results, way, ranks), lambda run: best(run)[0])
+    return results.of_runs(label_of(way, ranks), lambda run: best(run)[0])
 
 
 def made() -> list[tuple[str, int]]:
@@ -161,7 +152,7 @@ def table(results: Results) -> str:
     """Return accuracy, bytes and seconds of all ways."""
     rows = []
     for way, ranks in made():
-        runs = kept(results, way, ranks)
+        runs = results.runs_of(label_of(way, ranks))
         sent = mean_interval([sent_bytes(run) for run in runs]).mean
         ratio, reached, number = against_replicas(results, way, ranks)
         rows.append(
@@ -191,7 +182,7 @@ def round_of(run: Run, name: str) -> tuple[str, ...]:
 
 def words(results: Results) -> Words:
     subnets = [(way, ranks) for way, ranks in made() if way.startswith("subnets")]
-    rounds = tuple(round_of(kept(results, *each)[0], f"{each[0]}, {each[1]} ranks") for each in subnets)
+    rounds = tuple(round_of(results.runs_of(label_of(*each))[0], f"{each[0]}, {each[1]} ranks") for each in subnets)
     columns = ("Run", "First matrix", "Between hidden layers", "Last matrix", "Sent", "As predicted")
     return {
         "reach": lambda way, ranks: reach(results, way, ranks),
@@ -211,7 +202,7 @@ def chart(results: Results) -> Figure:
         figure = Figure(figsize=(FIGURE_WIDTH, 0.85 * FIGURE_WIDTH), layout="constrained")
         axes = figure.add_subplot()
         for way in ways:
-            runs = kept(results, way, 2)
+            runs = results.runs_of(label_of(way, 2))
             # Cumulative bests, since a curve of single epochs crosses every level many times.
             epochs = range(min(len(run.metrics) for run in runs))
             bests = [[max(line["test_accuracy"] for line in run.metrics[: e + 1]) for run in runs] for e in epochs]

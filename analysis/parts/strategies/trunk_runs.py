@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from analysis.parts.strategies.grid_runs import chain_of, image_of
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import Results
 from analysis.sweeps.statistics import Interval, mean_interval, paired_ratio, shown
-from hvfreeze.model.blocks import cut_into_blocks
-from hvfreeze.model.model_sources import build_model
 from hvfreeze.report.tables import Table, factor, megabytes, seconds
 from hvfreeze.runs.reading import Run
 from hvfreeze.strategies.model_parallel import dry_run
@@ -98,21 +97,18 @@ def predicted_bytes(run: Run) -> dict[str, int]:
     A batch sends the boundaries between segments, and the features to every rank that has not computed them itself.
     """
     settings, trunk = run.settings, trunk_of(run)
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(settings["model"], num_classes=10, image_size=settings["image_size"]).model
-        chain = cut_into_blocks(model, scheme=settings["blocks"])
+    chain = chain_of(run, scheme=settings["blocks"])
     chain.model.eval()
-    images = torch.zeros(settings["batch_size"], 3, settings["image_size"], settings["image_size"])
     depth = len(chain.blocks) - (settings["head_blocks"] or 1)
-    boundaries = dry_run(chain.run, images, depth=depth)
-    batches, models = max(trunk["forwards"]), settings["heads"]
-    inner, rows = [stop for _, stop in trunk["segments"][:-1]], len(images) * torch.int64.itemsize
+    boundaries = dry_run(chain.run, image_of(run), depth=depth)
+    samples, models = max(trunk["forwards"]) * settings["batch_size"], settings["heads"]
+    inner = [stop for _, stop in trunk["segments"][:-1]]
     # Each rank has one head, the last of the line its own features.
     labels = {"replay": 0, "direct": models - 1, "ride": len(inner) * models + models - 1}[trunk["labels"]]
     return {
-        "activations": batches * sum(boundaries[stop].num_bytes for stop in inner),
-        "features": batches * (models - 1) * boundaries[depth].num_bytes,
-        "labels": batches * labels * rows,
+        "activations": samples * sum(boundaries[stop].num_bytes for stop in inner),
+        "features": samples * (models - 1) * boundaries[depth].num_bytes,
+        "labels": samples * labels * torch.int64.itemsize,
     }
 
 
@@ -128,17 +124,15 @@ def predicted_ratio(results: Results, suffix: str = "") -> Interval:
 
 def cpu_ratio(results: Results, suffix: str = "") -> Interval:
     """Return the split trunk's processor seconds over the whole trunk's, paired by seed."""
-    ours, theirs = (
-        {r.settings["seed"]: cpu_seconds(r) for r in runs_with(results, f"{k}{suffix}")} for k in ("split", "whole")
-    )
+    ours, theirs = (results.of_runs(f"trunk-{kind}{suffix}", cpu_seconds) for kind in ("split", "whole"))
     return paired_ratio(ours, theirs)
 
 
 def memory_ratios(results: Results, suffix: str = "") -> str:
     """Return for each rank the split trunk's peak memory over the whole trunk's, paired by seed."""
     ours, theirs = (
-        {r.settings["seed"]: trunk_of(r)["peak_memory_bytes"] for r in runs_with(results, f"{k}{suffix}")}
-        for k in ("split", "whole")
+        results.of_runs(f"trunk-{kind}{suffix}", lambda run: trunk_of(run)["peak_memory_bytes"])
+        for kind in ("split", "whole")
     )
     ranks = range(min(len(peaks) for peaks in [*ours.values(), *theirs.values()]))
     each = [paired_ratio(*({seed: of[rank] for seed, of in side.items()} for side in (ours, theirs))) for rank in ranks]

@@ -300,12 +300,10 @@ class CachedRows:
     def _open(self, remote: RemotePrefix) -> Features:
         """Open the cache; if pipelines share a replica's samples, each stores a part and all read training rows."""
         config, context, stage, rows = self.config, self.context, self.stage, self.config.optimizer.batch_size
-        costs, parts = self.cost_inputs(), 1
         if self.name == "train":
             split = context.trained()
             split = replace(split, ids=split.ids[stage.line :: stage.lines])
             rows //= stage.facts.micro_batches
-            parts = stage.facts.micro_batches // stage.lines
         else:
             split = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
             # Lines share evaluation samples by whole batches.
@@ -324,7 +322,8 @@ class CachedRows:
             data=config.data,
             mixed=context.corpus.plan.mixes,
             world=stage.mesh.replica_world,
-            costs=by_part(costs, parts),
+            # Trials of whole batches say nothing about micro-batches.
+            costs=replace(self.cost_inputs(), _trials={}),
             owner=str(context.directory),
             say=self._lines.append,
         )
@@ -336,11 +335,6 @@ class CachedRows:
             return None
         activations = self._features.activations
         return [activations.is_cached(batch.ids, batch.views) for batch in batches]
-
-
-def by_part(costs: CostInputs, parts: int) -> CostInputs:
-    """Return the costs of one of several equal parts of a batch, such as micro-batches, before any trial."""
-    return replace(costs, suffix_seconds=lambda: costs.suffix_seconds() / parts, _trials={})
 
 
 def key_of(batch: Batch) -> bytes:

@@ -18,7 +18,7 @@ from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.early_exits import EarlyExits, add_exits, work_until
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_tensors, work_of
-from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget, suffix_seconds
+from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import Features, Halves
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
@@ -131,7 +131,6 @@ def open_line_features(
     directory = context.cache_directory(config.cache)
     costs = CostInputs(
         horizon=horizon,
-        suffix_seconds=lambda: suffix_seconds(context.clock, batches=done.steps),
         budget=open_budget(config.cache, directory, size=1),
         directory=directory,
         memory_bytes=memory_budget(context.world.local_size),

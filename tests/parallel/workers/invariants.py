@@ -100,17 +100,17 @@ class Odd(nn.Module):
 
 
 def check_models_of_any_tensors_become_rank_0s(world: World) -> None:
-    usual = replica_sync.PACKED_BYTES
+    usual = replica_sync.PACK_BYTES
     for size in (1, 100, usual):
         torch.manual_seed(world.rank)
         model = Odd(world.rank)
-        replica_sync.PACKED_BYTES = size
+        replica_sync.PACK_BYTES = size
         replica_sync.broadcast_model(model, world)
         digests = world.allgather_object(parameter_digest(model), name="test.digests")
         assert len(set(digests)) == 1, f"models differ where {size} bytes travel together"
         torch.manual_seed(0)
         assert world.rank > 0 or digests[0] == parameter_digest(Odd(0)), "rank 0's model has changed"
-    replica_sync.PACKED_BYTES = usual
+    replica_sync.PACK_BYTES = usual
 
 
 def check_models_that_cannot_become_equal_are_refused_by_all(world: World) -> None:

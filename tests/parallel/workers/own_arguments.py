@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
@@ -19,13 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvfreeze.comm.replica_sync import check_replicas
-from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.comm.world import World
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.settings import FreezeConfig
-from hvfreeze.integration import fit_head as fitted_head
 from hvfreeze.integration.cached_loader import CachedLoader
-from hvfreeze.integration.fit_head import fit_head
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import note_what_is_told, raises
@@ -139,6 +135,9 @@ def check_what_cannot_be_is_refused_by_name(world: World) -> None:
     def wrap(**options: Any) -> DistributedOptimizer:
         return DistributedOptimizer(momentum([*model.parameters()]), model=model, **options)
 
+    for unknown in ("auto", 16, hvd.Compression):
+        words = f"compression ({unknown}) must be none, fp16, powersgd:R"
+        raises(UsageError, words, lambda unknown=unknown: wrap(compression=unknown))  # type: ignore[misc]
     raises(UsageError, "op (Adasum) must be hvd.Average or hvd.Sum", lambda: wrap(op=hvd.Adasum))
     raises(ValueError, "gradient_predivide_factor (2.0)", lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0))
     raises(ValueError, "backward_passes_per_step (0)", lambda: wrap(backward_passes_per_step=0))
@@ -158,40 +157,7 @@ def check_groups_are_taken_and_it_is_told_once_that_they_do_nothing(world: World
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         DistributedOptimizer(momentum([*model.parameters()]), model=model, num_groups=1)
-    assert [entry.category for entry in seen] == [DeprecationWarning], seen
-
-
-def check_a_last_layer_is_fitted_alike_on_all_ranks_whoever_has_which_samples(world: World) -> None:
-    random = torch.Generator().manual_seed(1)
-    inputs = torch.randn(440, 8, generator=random)
-    labels = (inputs[:, :3] + 0.3 * torch.randn(440, 3, generator=random)).argmax(1)
-
-    def model(outputs: int) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, outputs))
-
-    def batches(columns: tuple[Tensor, ...], rank: int, size: int) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(*(column[rank::size] for column in columns)), batch_size=32)
-
-    numbers = inputs[:, :2] * torch.tensor([1.0, 50.0]) + 7
-    for outputs, columns, options in (
-        (3, (inputs, labels), {}),
-        (3, (inputs, labels), {"class_weights": "balanced"}),
-        (2, (inputs, (numbers > 7).float()), {"task": "labels"}),
-        (2, (inputs, numbers), {"task": "numbers"}),
-    ):
-        together, alone = model(outputs), model(outputs)
-        fit = fit_head(together, batches(columns, world.rank, world.size), penalty=0.01, **options)
-        assert fit.rows == 440 and check_replicas(together, world, step=0)
-        with patch.object(fitted_head, "script_world", lambda process_set: SoloWorld()):
-            fit_head(alone, batches(columns, 0, 1), penalty=0.01, **options)
-        said, wanted = together(inputs), alone(inputs)
-        # Both are within a tenth of the exact coefficients, and much nearer to each other.
-        assert float((said - wanted).norm() / (wanted - wanted.mean(0)).norm()) < 0.02, (options, said[:3], wanted[:3])
-    chosen = fit_head(model(3), batches((inputs, labels), world.rank, world.size))
-    assert chosen.chosen is not None and chosen.chosen.held_out_accuracy > 0.6, chosen
-    wrong = labels + (world.rank == world.size - 1)
-    raises(UsageError, "a label is 3", lambda: fit_head(model(3), batches((inputs, wrong), world.rank, world.size)))
+    assert [(entry.category, entry.filename) for entry in seen] == [(DeprecationWarning, __file__)], seen
 
 
 def check_a_step_after_synchronize_warns_as_there(world: World) -> None:

@@ -17,8 +17,17 @@ from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.model.tiny_lm import TinyLM
-from tests.parallel.workers.own_optimizer import Text, average_by_hand, note_what_is_told, parameters, raises
+from tests.parallel.workers.own_optimizer import (
+    Text,
+    average_by_hand,
+    hooks_on,
+    note_what_is_told,
+    parameters,
+    raises,
+    text_training,
+)
 from tests.parallel.workers.own_optimizer import start as start
+from tests.single.integration.probed_script import Script, equal
 
 LINES: list[str] = []
 
@@ -44,6 +53,34 @@ def assert_close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def train_beside(
+    world: World,
+    ours: tuple[nn.Module, list[DistributedOptimizer]],
+    theirs: tuple[nn.Module, list[torch.optim.Optimizer]],
+    *,
+    clip: float = 1e9,
+) -> None:
+    """Train a wrapped network beside its equal, whose gradients are averaged by hand, and compare them."""
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(4):
+        x = torch.randn(5, 3, generator=generator)
+        for net, optimizers in (ours, theirs):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            net(x).square().mean().backward()
+        average_by_hand(theirs[0], world)
+        for wrapped in ours[1]:
+            wrapped.synchronize()
+        for net, _ in (ours, theirs):
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        for plain in theirs[1]:
+            plain.step()
+        for wrapped in ours[1]:
+            with wrapped.skip_synchronize():
+                wrapped.step()
+    assert_close(ours[0], theirs[0])
+
+
 def check_ranks_that_begin_apart_go_on_from_rank_0s_parameters(world: World) -> None:
     said()
     torch.manual_seed(world.rank)
@@ -57,10 +94,14 @@ def check_ranks_that_begin_apart_go_on_from_rank_0s_parameters(world: World) -> 
     optimizer.freezer.average_statistics()
     check_replicas(model, world, step=1)
     assert [("differed from rank 0" in line) for line in said()] == ([True] if world.rank == 0 else [])
+    inner.param_groups[0]["lr"] = 0.1
     for _ in range(2):
-        (model(torch.randn(5, 3)) * scale).sum().backward()
+        optimizer.zero_grad()
+        (model(torch.randn(5, 3)) * scale).square().sum().backward()
         optimizer.step()
     assert said() == [], "it is said once"
+    check_replicas(nn.ParameterList([*model.parameters(), scale]), world, step=3)
+    assert scale.item() != first[-1].item(), "what is beside the model does not train"
 
 
 def check_a_model_of_one_block_trains_and_a_line_says_that_nothing_freezes(world: World) -> None:
@@ -68,21 +109,8 @@ def check_a_model_of_one_block_trains_and_a_line_says_that_nothing_freezes(world
     ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     for model in (ours, theirs):
         nn.init.constant_(model.weight, 0.3), nn.init.zeros_(model.bias)
-    plain, wrapped = sgd(theirs), wrap(ours, world, settings=FreezeConfig(freeze="gradient-norm", interval=1))
-    generator = torch.Generator().manual_seed(world.rank)
-    for _ in range(4):
-        x = torch.randn(5, 3, generator=generator)
-        for model, optimizer in ((theirs, plain), (ours, wrapped)):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-        average_by_hand(theirs, world)
-        wrapped.synchronize()
-        for model in (ours, theirs):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        plain.step()
-        with wrapped.skip_synchronize():
-            wrapped.step()
-    assert_close(ours, theirs)
+    wrapped = wrap(ours, world, settings=FreezeConfig(freeze="gradient-norm", interval=1))
+    train_beside(world, (ours, [wrapped]), (theirs, [sgd(theirs)]), clip=0.1)
     lines = said()
     assert [line.startswith("no block will be frozen: Linear is a single block") for line in lines] == (
         [True] if world.rank == 0 else []
@@ -228,22 +256,10 @@ def check_frozen_blocks_stay_frozen_when_a_script_switches_all_on(world: World) 
 
 
 def check_two_optimizers_are_under_way_at_once(world: World) -> None:
-    ours, theirs = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+    ours, theirs = (nn.Sequential(*(nn.Linear(3, 3) for _ in range(2))) for _ in range(2))
     theirs.load_state_dict(world.broadcast_object(ours.state_dict(), name="test.equal"))
     ours.load_state_dict(theirs.state_dict())
-    wrapped, plain = [wrap(one, world) for one in ours], [sgd(one) for one in theirs]
-    generator = torch.Generator().manual_seed(world.rank)
-    for _ in range(3):
-        x = torch.randn(4, 4, generator=generator)
-        for layers, optimizers in ((ours, wrapped), (theirs, plain)):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            sum(layer(x).square().mean() for layer in layers).backward()  # type: ignore[union-attr]
-            if layers is theirs:
-                average_by_hand(theirs, world)
-            for optimizer in optimizers:
-                optimizer.step()
-    assert_close(ours, theirs)
+    train_beside(world, (ours, [wrap(one, world) for one in ours]), (theirs, [sgd(one) for one in theirs]))
 
 
 EVERY_TWO = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
@@ -314,16 +330,7 @@ def check_a_later_optimizer_has_the_parameters_of_an_earlier_one(world: World) -
     later = wrap(model, world)
     assert model[0].weight.requires_grad and model[1].training
     reference = copy.deepcopy(model)
-    plain = sgd(reference)
-    generator = torch.Generator().manual_seed(world.rank)
-    for _ in range(2):
-        x = torch.randn(4, 3, generator=generator)
-        for net, optimizer in ((model, later), (reference, plain)):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-        average_by_hand(reference, world)
-        later.step(), plain.step()
-    assert_close(model, reference)
+    train_beside(world, (model, [later]), (reference, [sgd(reference)]))
     raises(UsageError, "another DistributedOptimizer was created later with the same parameters", earlier.step)
 
 
@@ -357,17 +364,6 @@ def check_gradients_can_be_detached(world: World) -> None:
     assert [parameter.grad is None for parameter in model.parameters()] == [False] * 8
 
 
-def check_a_gradient_that_a_script_replaces_too_early_is_refused(world: World) -> None:
-    if world.size == 1:
-        return
-    for replace in (nn.Module.zero_grad, lambda one: setattr(one[3].bias, "grad", torch.ones(2))):
-        model = three_layers()
-        optimizer = wrap(model, world)
-        model(torch.ones(4, 3)).sum().backward()
-        replace(model)  # type: ignore[operator]
-        raises(UsageError, "call synchronize() before you", optimizer.step)
-
-
 def check_a_model_that_trains_in_evaluation_mode_is_divided(world: World) -> None:
     model = Text().eval()
     optimizer = wrap(model, world)
@@ -389,169 +385,46 @@ def check_another_model_than_the_optimizers_is_told(world: World) -> None:
     ] * (world.rank == 0)
 
 
-def text_training(world: World, seed: int) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
-    torch.manual_seed(seed)
-    model = Text()
-    settings = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), model=model, settings=settings, world=world
-    )
-    generator = torch.Generator()
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            generator.manual_seed(100 * optimizer.freezer.step + world.rank)
-            torch.manual_seed(optimizer.freezer.step)
-            tokens = torch.randint(0, 20, (8, 6), generator=generator)
-            optimizer.zero_grad()
-            functional.cross_entropy(model(tokens, (tokens > 0).float()), tokens.sum(1) % 3).backward()
-            optimizer.step()
-
-    return model, optimizer, train
-
-
-class Mixed(nn.Module):
-    """A convolution that a script may freeze before it has learned, BatchNorm, dropout, and a part that some skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.middle, self.extra = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)
-        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 3))
-
-    def forward(self, x: Tensor, *, more: bool = False) -> Tensor:
-        x = self.middle(self.stem(x))
-        logits: Tensor = self.head(self.extra(x) + x if more else x)
-        return logits
-
-
-def mixed_training(
-    world: World, make: Any, **options: Any
-) -> tuple[Mixed, DistributedOptimizer, Callable[[int], None]]:
-    """Return what trains on patterns in noise, in two passes a step, the gradients clipped."""
-    model, patterns = Mixed(), torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(99))
-    settings = FreezeConfig(freeze="coherence", interval=5, freeze_warmup=5)
-    given = {"blocks": ["stem", "middle", "head"], "backward_passes_per_step": 2, "settings": settings, **options}
-    optimizer = DistributedOptimizer(make(model.parameters()), model=model, world=world, **given)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            step = optimizer.freezer.step
-            generator = torch.Generator().manual_seed(1000 * step + world.rank)
-            torch.manual_seed(1000 * step + world.rank)  # dropout
-            optimizer.zero_grad()
-            for number in range(2):
-                labels = torch.randint(0, 3, (16,), generator=generator)
-                images = patterns[labels] + 0.2 * torch.randn(16, 1, 8, 8, generator=generator)
-                more = (step + world.rank + number) % 3 == 0
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = functional.cross_entropy(model(images, more=more), labels) / 2
-                loss.backward()
-            optimizer.synchronize()
-            for parameter in model.parameters():
-                assert parameter.requires_grad == (parameter.grad is not None)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-    return model, optimizer, train
-
-
 def check_blocks_that_were_frozen_too_early_thaw_on_all_ranks(world: World) -> None:
-    makes: list[tuple[Any, dict[str, Any]]] = [
-        (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), {}),
-        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), {"compression": "fp16"}),
-        (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), {"compression": "powersgd:1"}),
+    makes: list[tuple[Any, str]] = [
+        (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), "none"),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), "fp16"),
+        (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), "powersgd:1"),
     ]
-    for make, options in makes:
-        model, optimizer, train = mixed_training(world, make, **options)
-        train(2)
-        optimizer.freezer.freeze(2)
-        frozen, sent = copy.deepcopy([model.stem.state_dict(), model.middle.state_dict()]), []
-        for _ in range(12):
-            before = optimizer.reducer.payload_bytes
-            train(1)
-            sent.append(optimizer.reducer.payload_bytes - before)
-        now = [model.stem.state_dict(), model.middle.state_dict()]
-        same = zip(frozen, now, strict=True)
-        assert all(torch.equal(a, b) for one, other in same for a, b in zip(one.values(), other.values(), strict=True))
-        assert optimizer.freezer.cut == 2 and len(set(sent)) <= 2, "gradients of frozen blocks travel"
+    for make, compression in makes:
+        script, resumed = (Script(make, world=world, passes=2, compression=compression) for _ in range(2))
+        model = script.model
+        script.train(2, dtype=torch.bfloat16)
+        script.freezer.freeze(2)
+        frozen = copy.deepcopy([model.stem, model.middle])
+        script.sent.clear()
+        script.train(12, dtype=torch.bfloat16)
+        assert equal(frozen[0], model.stem) and equal(frozen[1], model.middle)
+        assert script.freezer.cut == 2 and len(set(script.sent)) <= 2, "gradients of frozen blocks travel"
         check_replicas(model.stem, world, step=14)
         said()
-        saved = copy.deepcopy(
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "freezer": optimizer.freezer_state_dict(),
-            }
-        )
-        train(6)
-        history = optimizer.freezer.cut_history
+        saved = script.state()
+        script.train(6, dtype=torch.bfloat16)
+        history = script.freezer.cut_history
         assert history[1].cut == 2 and history[2].cut < 2 and history[2].step == 15, history
         told = [line for line in said() if line.startswith("step 15: thawed: ")]
         assert len(told) == (world.rank == 0) and all("(gains 0." in line for line in told), told
-        optimizer.freezer.average_statistics()
+        script.freezer.average_statistics()
         check_replicas(model, world, step=20)
-        assert not torch.equal(model.middle.weight, frozen[1]["weight"])
-
-        again, resumed, advance = mixed_training(world, make, **options)
-        again.load_state_dict(saved["model"])
-        resumed.load_state_dict(saved["optimizer"])
-        resumed.load_freezer_state_dict(saved["freezer"])
-        advance(6)
+        assert not equal(frozen[1], model.middle)
+        resumed.load(saved)
+        resumed.train(6, dtype=torch.bfloat16)
         resumed.freezer.average_statistics()
-        assert resumed.freezer.cut_history == history
-        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-
-
-def hooks_on(model: nn.Module) -> int:
-    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
-
-
-def check_blocks_are_found_in_the_first_pass_of_training(world: World) -> None:
-    said()
-    model, optimizer, train = text_training(world, seed=0)
-    model.eval()
-    with torch.no_grad():
-        model(torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6))  # looks before it trains
-    model.train()
-    assert len(optimizer.freezer.chain.blocks) == 1
-    train(1)
-    names = [block.name for block in optimizer.freezer.chain.blocks]
-    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
-    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
-    assert hooks_on(model) == 0, "hooks stay on the model"
-    train(40)
-    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
-    assert any("frozen: embedding" in line for line in said()) == (world.rank == 0)
-    check_replicas(model, world, step=41)
-
-
-def check_a_later_run_has_the_blocks_before_its_first_pass(world: World) -> None:
-    model, optimizer, train = text_training(world, seed=0)
-    train(19)
-    assert optimizer.freezer.cut > 0
-    saved = copy.deepcopy(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
-    )
-    train(6)
-    again, resumed, advance = text_training(world, seed=1)
-    again.load_state_dict(copy.deepcopy(saved["model"]))
-    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
-    resumed.load_freezer_state_dict(copy.deepcopy(saved["freezer"]))
-    assert resumed.freezer.cut == saved["freezer"]["freezer"]["cut"] and hooks_on(again) == 0
-    advance(6)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    raises(
-        UsageError,
-        "other parameters than this Shared",
-        lambda: wrap(Shared(), world).load_freezer_state_dict(saved["freezer"]),
-    )
+        assert resumed.freezer.cut_history == history and equal(model, resumed.model)
 
 
 def check_what_cannot_be_found_out_is_asked_for_by_name(world: World) -> None:
-    model = Text()
+    model, optimizer, train = text_training(world, told=False)
+    train(1)
+    saved = optimizer.freezer_state_dict()
+    raises(
+        UsageError, "other parameters than this Shared", lambda: wrap(Shared(), world).load_freezer_state_dict(saved)
+    )
     for settings, words in (
         (
             FreezeConfig(freeze="linear"),

@@ -120,10 +120,16 @@ def check_what_would_lose_gradients_is_refused(world: World) -> None:
         with optimizer.skip_synchronize():
             raises(UsageError, "must follow synchronize()", optimizer.step)
     optimizer.step()
-    if world.size > 1:
-        optimizer.zero_grad()
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda one: nn.utils.clip_grad_norm_(one.parameters(), 0.5),
+        nn.Module.zero_grad,
+        lambda one: setattr(one[5].bias, "grad", torch.ones(5)),  # type: ignore[index]
+    ]
+    for change in changes if world.size > 1 else []:
+        model = image_model()
+        optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
         functional.cross_entropy(model(images), labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        change(model)
         raises(UsageError, "call synchronize() before you clip", optimizer.step)
         abandon(optimizer)
 
@@ -139,11 +145,6 @@ def check_unequal_ranks_are_refused(world: World) -> None:
         sgd = OPTIMIZERS["sgd"](other.parameters())
         raises(UsageError, "1.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on", lambda: wrap(other, sgd, world))
     raises(UsageError, "LBFGS", lambda: wrap(model, torch.optim.LBFGS(model.parameters()), world))
-    raises(
-        UsageError,
-        "op (9) must be hvd.Average",
-        lambda: wrap(model, torch.optim.SGD([*model.parameters()]), world, op=9),
-    )
 
 
 class Text(nn.Module):
@@ -165,10 +166,13 @@ class Text(nn.Module):
         return logits
 
 
-def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
-    torch.manual_seed(0)
+def text_training(
+    world: World, *, seed: int = 0, told: bool = True, **settings: Any
+) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
+    """Return a model, its optimizer, which is told an example of its inputs or waits for the first, and what trains."""
+    torch.manual_seed(seed)
     model = Text()
-    example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)}
+    example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)} if told else None
     options = {"interval": 2, "freeze_warmup": 4, "eta_max": math.inf, **settings}
     config = FreezeConfig(freeze="gradient-norm", **options)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -189,21 +193,34 @@ def text_training(world: World, **settings: Any) -> tuple[Text, DistributedOptim
     return model, optimizer, train
 
 
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+
+
 def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
-    lines: list[str] = []
-    note_what_is_told(lines)
-    model, optimizer, train = text_training(world, vote_weight="loss")
-    names = [block.name for block in optimizer.freezer.chain.blocks]
-    assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
-    assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
-    train(40)
-    assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
-    assert any("frozen: embedding" in line for line in lines) == (world.rank == 0)
-    check_replicas(model, world, step=40)
+    """Also where its blocks are found in the first pass of training, after one that only looks."""
+    for told in (True, False):
+        lines: list[str] = []
+        note_what_is_told(lines)
+        model, optimizer, train = text_training(world, told=told, vote_weight="loss")
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6))
+        model.train()
+        assert len(optimizer.freezer.chain.blocks) == (5 if told else 1)
+        train(1)
+        names = [block.name for block in optimizer.freezer.chain.blocks]
+        assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
+        assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
+        assert hooks_on(model) == 0, "hooks stay on the model"
+        train(39)
+        assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
+        assert any("frozen: embedding" in line for line in lines) == (world.rank == 0)
+        check_replicas(model, world, step=40)
 
 
 def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
-    model, optimizer, train = text_training(world)
+    model, optimizer, train = text_training(world, told=False)
     train(19)
     saved = copy.deepcopy(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "freezer": optimizer.freezer_state_dict()}
@@ -213,8 +230,8 @@ def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
     frozen = optimizer.freezer.cut
     assert frozen > 0
     train(6)
-    for order in (("model", "optimizer", "freezer"), ("freezer", "optimizer", "model")):
-        again, resumed, advance = text_training(world)
+    for told, order in ((False, ("model", "optimizer", "freezer")), (True, ("freezer", "optimizer", "model"))):
+        again, resumed, advance = text_training(world, seed=1, told=told)
         load = {
             "model": again.load_state_dict,
             "optimizer": resumed.load_state_dict,
@@ -222,7 +239,7 @@ def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
         }
         for part in order:
             load[part](copy.deepcopy(saved[part]))
-        assert resumed.freezer.cut == frozen
+        assert resumed.freezer.cut == frozen and hooks_on(again) == 0, "the state has the blocks"
         advance(6)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
         assert resumed.freezer.cut_history == optimizer.freezer.cut_history
@@ -272,7 +289,7 @@ def check_every_optimizer_order_and_schedule_is_plain_training(world: World) -> 
     orders = [("before", "after"), ("between", "between"), ("after", "after"), ("by the model", "after")]
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         order, reference_order = orders[number]
-        for to_none in (True, False):
+        for to_none in (True, False) if name == "sgd" else (number % 2 == 0,):
             ours, theirs = image_model(), image_model()
             plain, wrapped = make(theirs.parameters()), wrap(ours, make(ours.parameters()), world)
             schedules = [
@@ -334,17 +351,6 @@ def check_passes_add_up_and_the_last_may_be_fewer(world: World) -> None:
     abandon(wrapped)
 
 
-def check_thin_gradients_travel_twice_in_one_order(world: World) -> None:
-    model = image_model()
-    optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world, compression="powersgd:1")
-    optimizer.reducer.uncompressed_steps = 1
-    for images, labels in batches(world.rank):
-        functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    optimizer.freezer.average_statistics()
-    check_replicas(model, world, step=STEPS)
-
-
 def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> None:
     import horovod.torch as hvd
 
@@ -360,19 +366,6 @@ def check_horovods_broadcast_creates_state_and_moves_nothing(world: World) -> No
     functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}, "the state did not start afresh"
-
-    # Rank 0 has loaded a checkpoint, the others have not.
-    saved = copy.deepcopy(optimizer.state_dict())
-    other = image_model()
-    optimizer = wrap(other, OPTIMIZERS["adamw"](other.parameters()), world)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # Horovod wants the same keys in every group
-    if world.rank == 0:
-        optimizer.load_state_dict(saved)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    functional.cross_entropy(other(images), labels).backward()
-    optimizer.step()
-    assert {int(state["step"]) for state in optimizer.state.values()} == {2}, "what rank 0 loaded did not arrive"
-    check_replicas(nn.ParameterList(other.parameters()), world, step=1)
 
 
 def check_a_state_without_frozen_blocks_is_broadcast_by_the_rank_that_has_loaded_it(world: World) -> None:
@@ -410,15 +403,3 @@ def train_wrapped_on(model: nn.Module, optimizer: DistributedOptimizer, world: W
     optimizer.zero_grad()
     functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
-
-
-def check_parameters_beside_the_model_are_averaged_too(world: World) -> None:
-    model, scale = image_model(), nn.Parameter(torch.ones(()))
-    inner = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-    optimizer = DistributedOptimizer(inner, model=model, world=world, settings=FreezeConfig())
-    for images, labels in batches(world.rank):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(images) * scale, labels).backward()
-        optimizer.step()
-    assert len(set(world.allgather_object(scale.item(), name="test.scale"))) == 1
-    assert scale.item() != 1

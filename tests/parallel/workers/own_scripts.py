@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import horovod.torch as hvd
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -88,29 +86,6 @@ def check_one_rank_is_plain_pytorch(world: World, folder: Path) -> None:
     data = reviews(96)
     expected = loop(TextClassifier(), data, 8, lr=3e-3, cycle=False, norm=float("inf"))
     assert {parameter_digest(run_text(1, where)[0]) for where in (None, directory)} == {expected}
-
-
-def few_steps(wrap: Callable[[torch.optim.Optimizer, torch.nn.Module], Any]) -> torch.Tensor:
-    """Train for a few steps; return all parameters."""
-    torch.manual_seed(0)
-    model, (tokens, labels) = TextClassifier(), reviews(64).tensors
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-    for mine in torch.arange(hvd.rank(), 64, hvd.size()).split(4)[:4]:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(tokens[mine]), labels[mine]).backward()
-        optimizer.step()
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def check_horovod_alone_trains_alike(world: World) -> None:
-    alone = few_steps(lambda given, model: hvd.DistributedOptimizer(given, model.named_parameters()))
-    example, settings = reviews(2).tensors[0], FreezeConfig(freeze="static", cut=0)
-    mine = few_steps(
-        lambda given, model: DistributedOptimizer(
-            given, model=model, example=example, steps_per_epoch=4, num_epochs=1, settings=settings
-        )
-    )
-    torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
 
 
 @with_folder

@@ -4,7 +4,6 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import pytest
 from analysis import bench
 from analysis.benchmarks import launching, table
 from analysis.benchmarks.cases import CASES, ROWS, TOTAL_SECONDS
-from analysis.benchmarks.judging import Row, judge
+from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import Setting
 from analysis.benchmarks.runs import epoch_of
 from hvfreeze.comm.world import SoloWorld
-from tests.single.analysis.bench_clock import Clock
+from tests.single.analysis.bench_clock import Clock, make_row
 
 FIELDS = {"name", "ratio", "bound", "ok", "n", "low", "high", "what"}
-
-
-def make_row(name: str = "a", **changes: Any) -> Row:
-    return replace(judge(name, [1.0, 1.0, 1.0], bound=1.02, what="words"), **changes)
 
 
 def test_the_file_has_these_fields_and_nothing_else(tmp_path: Path) -> None:
@@ -107,7 +102,7 @@ def test_a_bench_that_runs_out_of_time_names_once_what_it_has_not_reached(
     monkeypatch.setattr(bench, "run_case", run_case)
     table.write_rows(path, [make_row("verification", ratio=7.0)])
     assert bench.main(["--out", str(path)]) == 0
-    assert started == [("unfrozen", 860.0), ("optimizers", 460.0), ("frozen", 60.0)]
+    assert started == [("loops", 860.0), ("loops", 460.0), ("frozen", 60.0)]
     said = capsys.readouterr()
     measured = [row.name for row in table.read_rows(path)]
     left_over = [name for name in ROWS if name not in measured]

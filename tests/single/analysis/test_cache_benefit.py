@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from typing import Any
 import pytest
 
 from analysis import cache_benefit
-from analysis.cache_benefit import ALONE, AUTO, OFF, ON, READS, SHARED, STATIC, SWEPT, VOTED, Reads, Sweep
-from analysis.parts import read_rates
+from analysis.cache_benefit import ALONE, AUTO, OFF, ON, SHARED, STATIC, SWEPT, VOTED, Sweep
 from analysis.sweeps import launching, sweep
 from analysis.sweeps.launching import Site, flags_of
 from analysis.sweeps.presets import REDUCED, SMOKE, PlannedRun
 from analysis.sweeps.results import Results
 from hvfreeze.errors import RefusedError
-from hvfreeze.report.tables import to_csv
 from tests.single.analysis.runs_material import made_up
 
 EARLIER = 8.0
@@ -93,11 +90,6 @@ def test_gains_errors_and_totals_are_taken_within_pairs(tmp_path: Path) -> None:
     assert not Sweep(other, SWEPT[0]).equal
 
 
-def test_figures_have_six_lines_at_most(tmp_path: Path) -> None:
-    for figure in cache_benefit.drawings(results(tmp_path)).values():
-        assert 2 <= len(figure.axes[0].get_legend_handles_labels()[1]) <= 6
-
-
 @pytest.mark.usefixtures("no_files")
 def test_a_shared_cache_is_empty_for_the_first_kept_run_and_stays_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,36 +134,3 @@ def test_a_run_without_checkpoints_begins_anew(tmp_path: Path, monkeypatch: pyte
         else:
             launching.launch(planned, Site(work=tmp_path), timeout=1.0)
         assert left.exists() == (every == "5")
-
-
-def reads() -> list[dict[str, Any]]:
-    """Rows as `analysis.cache_reads` writes them."""
-    return [
-        {"ranks": ranks, "row_bytes": 2048, "state": state, "repeat": repeat}
-        | {"rows_per_second": ranks * (500_000 if state == "warm" else 50_000) + repeat, "resident": 0.01 * repeat}
-        for ranks, state, repeat in itertools.product((1, 2), ("cold", "warm"), (0, 1, 2))
-    ]
-
-
-def test_reads_are_told_by_ranks_cold_and_warm(tmp_path: Path) -> None:
-    (tmp_path / READS).write_text(to_csv(reads()))
-    found = Reads(tmp_path)
-    assert (found.rate(2, 2, "warm").mean, found.rate(2, 2, "warm").n) == (1_000_001, 3)
-    assert found.table().splitlines()[3].split(" | ")[4:] == [
-        "        205",
-        "       2048",
-        "                            2.0 % |",
-    ]
-
-
-def test_dropped_pages_are_not_in_memory_though_this_process_has_them_mapped(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 * mmap.PAGESIZE))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert mapped[:].count(0) == len(mapped)
-        assert read_rates.resident(path) == 1.0
-        read_rates.drop(path)
-        if read_rates.resident(path) == 1.0:
-            pytest.skip("this file system keeps its files in memory")
-        assert read_rates.resident(path) == 0.0
-        assert mapped[: mmap.PAGESIZE].count(0) == mmap.PAGESIZE

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from analysis.benchmarks.contest import Duel, OutOfTimeError, Pace, Side, hold
-from analysis.benchmarks.judging import Row, bootstrap_interval, is_narrow, judge, with_slack
+from analysis.benchmarks.judging import bootstrap_interval, is_narrow, judge, with_slack
 from analysis.benchmarks.rows.exchange import row_of
-from tests.single.analysis.bench_clock import Clock
+from tests.single.analysis.bench_clock import Clock, make_row
 
 QUIET = Pace(cap_seconds=5)
 
@@ -35,17 +35,17 @@ class Alone:
         return value
 
 
-def make_row(name: str = "a", **changes: Any) -> Row:
-    return replace(judge(name, [1.0, 1.0, 1.0], bound=1.02, what="words"), **changes)
-
-
 def duel(**changes: Any) -> Duel:
     options: dict[str, Any] = {"name": "a", "ours": "ours", "reference": "theirs", "bound": 1.02, "what": "words"}
     return Duel(**(options | changes))
 
 
-def test_the_interval_of_equal_ratios_is_a_point() -> None:
+def test_the_interval_is_of_the_median_a_point_for_equal_ratios_and_narrower_with_more_pairs() -> None:
     assert bootstrap_interval([1.25] * 10) == (1.25, 1.25)
+    assert bootstrap_interval([1.0] * 30 + [50.0])[1] == 1.0
+    ratios = 1 + 0.05 * np.random.default_rng(2).standard_normal(400)
+    few, many = (np.diff(bootstrap_interval(ratios[:n]))[0] for n in (10, 400))
+    assert many < few / 3
 
 
 def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
@@ -53,17 +53,6 @@ def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None
     intervals = [bootstrap_interval(1 + 0.1 * random.standard_normal(25)) for _ in range(200)]
     covered = sum(low <= 1.0 <= high for low, high in intervals)
     assert 180 <= covered <= 200
-
-
-def test_the_interval_narrows_with_more_pairs() -> None:
-    ratios = 1 + 0.05 * np.random.default_rng(2).standard_normal(400)
-    few, many = (np.diff(bootstrap_interval(ratios[:n]))[0] for n in (10, 400))
-    assert many < few / 3
-
-
-def test_the_interval_is_of_the_median_and_shrugs_off_an_outlier() -> None:
-    _, high = bootstrap_interval([1.0] * 30 + [50.0])
-    assert high == 1.0
 
 
 @pytest.mark.parametrize(
@@ -92,19 +81,23 @@ def test_slack_counts_for_short_references_only() -> None:
     assert with_slack(1.05, slack_seconds=0.3e-3, reference_seconds=1e-3) == pytest.approx(1.3)
 
 
-def test_a_contest_finds_the_ratio_of_two_sides() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "slower_by", "references", "ratio", "said"),
+    [
+        ({"ours": 0.03, "theirs": 0.02}, (), "theirs", 1.5, "30.00 ms against 20.00 ms"),
+        ({"ours": 0.02, "theirs": 0.01}, (0.02,), "theirs", 0.04 / 0.03, "40.00 ms against 30.00 ms"),
+        ({"ours": 0.3, "slow": 0.6, "fast": 0.2}, (), ("slow", "fast"), 1.5, "300.00 ms against 200.00 ms"),
+    ],
+    ids=["two sides", "on its slowest rank", "the fastest of several references"],
+)
+def test_a_contest_finds_the_ratio(
+    seconds: dict[str, float], slower_by: Sequence[float], references: Any, ratio: float, said: str
+) -> None:
     clock = Clock()
-    sides = [Side("ours", clock.work(0.03)), Side("theirs", clock.work(0.02))]
-    (row,) = hold(Alone(), sides, [duel()], pace=QUIET, clock=clock)
-    assert (row.ratio, row.ok) == (pytest.approx(1.5), False)
-    assert "30.00 ms against 20.00 ms" in row.what
-
-
-def test_a_step_lasts_as_long_as_on_its_slowest_rank() -> None:
-    clock = Clock()
-    sides = [Side("ours", clock.work(0.02)), Side("theirs", clock.work(0.01))]
-    (row,) = hold(Alone(slower_by=[0.02]), sides, [duel()], pace=QUIET, clock=clock)
-    assert row.ratio == pytest.approx(0.04 / 0.03)
+    sides = [Side(name, clock.work(each)) for name, each in seconds.items()]
+    (row,) = hold(Alone(slower_by), sides, [duel(reference=references)], pace=QUIET, clock=clock)
+    assert (row.ratio, row.ok) == (pytest.approx(ratio), False)
+    assert said in row.what
 
 
 def test_drift_cancels_because_sides_take_turns() -> None:
@@ -152,13 +145,6 @@ def test_horovod_is_set_up_anew_for_sides_that_need_it_so() -> None:
     sides = [Side("ours", clock.work(0.1)), Side("theirs", clock.work(0.1), "fused")]
     hold(ranks, sides, [duel()], pace=QUIET, clock=clock)
     assert ranks.modes[:4] == ["unfused", "fused", "fused", "unfused"]
-
-
-def test_the_fastest_of_several_references_counts() -> None:
-    clock = Clock()
-    sides = [Side("ours", clock.work(0.3)), Side("slow", clock.work(0.6)), Side("fast", clock.work(0.2))]
-    (row,) = hold(Alone(), sides, [duel(reference=("slow", "fast"))], pace=QUIET, clock=clock)
-    assert row.ratio == pytest.approx(1.5)
 
 
 def test_sides_that_compute_something_else_are_refused() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from analysis.experiments import EVERY
-from analysis.sweeps.experiment import is_complete
 from analysis.sweeps.kept import (
     COUNTED,
     RESULTS,
+    RUNS,
     VERSIONS,
     KeptRuns,
     steady_columns,
@@ -86,7 +86,7 @@ def test_checkpoints_do_not_make_equal_work_look_unequal(tmp_path: Path) -> None
     assert after["seconds_checkpoint"] >= 30.0
 
 
-@pytest.mark.parametrize("name", [each.name for each in EVERY if is_complete(RESULTS / each.name)])
+@pytest.mark.parametrize("name", [each.name for each in EVERY if (RESULTS / each.name / RUNS).exists()])
 def test_recorded_runs_have_one_training_time_a_source_and_a_machine(name: str) -> None:
     runs = KeptRuns(RESULTS / name)
     rows = runs.rows()
@@ -104,8 +104,6 @@ def test_recorded_runs_have_one_training_time_a_source_and_a_machine(name: str) 
     for row in rows:
         told = [row[key] for key in ("commit", "finished", "stamped", "processor", "cores", *VERSIONS)]
         assert None not in told, row["run"]
-        voted = [row[column] is not None for column in ("votes", "moves", "disagreements")]
-        assert voted == [row["freeze"] not in ("none", "static")] * 3, row["run"]
 
 
 @pytest.mark.parametrize(

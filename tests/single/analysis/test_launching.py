@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-import contextlib
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from analysis import ddp, exchange
-from analysis.parts.networks import cycles, messages
+from analysis import ddp
 from analysis.sweeps.launching import Site, follow, launch
 from analysis.sweeps.presets import SMOKE
 from hvfreeze.errors import RefusedError
@@ -56,29 +51,6 @@ def test_ddp_refuses_missing_data_and_a_directory_that_holds_a_run(
     assert ddp.main(given) == code
     assert re.match(said, capsys.readouterr().err)
     assert not (tmp_path / "rendezvous").exists()
-
-
-@contextlib.contextmanager
-def no_nodes(*_: Any, **__: Any) -> Iterator[tuple[str, None]]:
-    yield "nowhere", None
-
-
-@pytest.mark.parametrize(
-    ("module", "measure"),
-    [
-        (messages, lambda: messages.measure("")),
-        (cycles, lambda: cycles.measure(2, 1)),
-        (exchange, lambda: exchange.measure(2, "1gbit", 1, "")),
-    ],
-    ids=["messages", "cycles", "exchange"],
-)
-def test_a_job_on_nodes_that_fails_is_refused_with_what_it_measured(
-    module: Any, measure: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "nodes_up", no_nodes)
-    monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 7))
-    with pytest.raises(RefusedError, match=r"the job of .* ended with code 7, .*run it again to continue"):
-        measure()
 
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:

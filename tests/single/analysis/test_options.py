@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import cache_reads, dots, growth
+from analysis import dots, photographs
 from analysis.sweeps.options import file_to_write, folder_to_write
 from analysis.sweeps.sweep import main
 from analysis.tasks import EXPERIMENT
@@ -25,8 +25,7 @@ def test_a_folder_may_be_missing_and_a_file_may_be_there(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("command", "before"),
     [
-        (cache_reads.main, ["--quick", "--out"]),
-        (growth.main, ["--preset", "smoke", "--out"]),
+        (photographs.main, ["--preset", "smoke", "--out"]),
         (dots.main, []),
         (lambda words: main(EXPERIMENT, words), ["--preset", "smoke", "--results"]),
     ],

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from analysis import lp_ft, peers
+from analysis import peers
 from analysis.parts.peers import (
     Cell,
     ahead,
     best_rates,
     by_samples,
     cell_of,
-    file_of,
     shortest,
     steps_of,
     summed,
@@ -25,9 +24,6 @@ from analysis.parts.peers import (
 from analysis.sweeps.presets import REDUCED
 from analysis.sweeps.results import Results
 from analysis.sweeps.sweep import plan
-from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.errors import UsageError
-from tests.single.report.run_directories import write_run
 
 EVERYWHERE = peers.Task(counts=list(peers.BUDGETS))
 KINDS = {
@@ -48,12 +44,6 @@ def test_what_the_front_page_shows_has_ten_seeds_other_ways_five_and_20_000_samp
         shown = cell.peer == "full" or (cell.peer in {"auto", "auto-one-view"} and cell.epochs == 1)
         seeds = 3 if cell.samples == 20_000 else 10 if shown else 5
         assert {run.seed for run in tested if run.label == label} == set(range(seeds)), label
-
-
-def test_full_fine_tuning_alone_has_16_epochs_of_5_000_samples_and_more() -> None:
-    longest = {(cell.samples, cell.peer) for cell, _ in peers.cells(REDUCED, EVERYWHERE) if cell.epochs == 16}
-    assert {peer for samples, peer in longest if samples > 1_000} == {"full"}
-    assert {samples for samples, peer in longest if peer == "full"} == {1_000, 5_000, 20_000}
 
 
 def test_auto_has_budgets_of_its_own_and_no_learning_rate_to_choose() -> None:
@@ -155,7 +145,7 @@ def test_a_run_takes_what_its_steps_cost(changes: dict[str, Any], expected: floa
 
 
 def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 32)
+    path = tmp_path / "step_costs/32px.json"
     path.parent.mkdir()
     seconds = {"2 ranks, batches of 64": {kind: [0.0, value, 1e9] for kind, value in KINDS.items()}}
     path.write_text(json.dumps({"seconds": seconds}))
@@ -165,7 +155,7 @@ def test_what_is_solved_and_what_was_not_timed_keeps_its_clock(tmp_path: Path) -
 
 
 def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_steps_has_none(tmp_path: Path) -> None:
-    path = file_of(tmp_path, 32)
+    path = tmp_path / "step_costs/32px.json"
     path.parent.mkdir()
     rounds = [10.0, 12.0, 8.0, 13.0, 9.0]
     seconds = {kind: [mean * each / 10 for each in rounds] for kind, mean in KINDS.items()}
@@ -182,32 +172,3 @@ def test_intervals_have_the_error_of_what_a_step_costs_and_a_ratio_of_the_same_s
     assert (other.low / other.mean, other.high / other.mean) == pytest.approx((once.low / 400, once.high / 400))
     assert found.mean("n5000-ddp-e4", "train_seconds").n == 1 and "to" not in found.time("n5000-ddp-e4")
     assert found.time("n5000-exact-e1") == "3.00 s (3.00 to 3.00)"
-
-
-def test_probing_and_tuning_are_told_as_one_run(tmp_path: Path) -> None:
-    config = from_dict({"freeze": "static", "cut": 5, "lr": 0.01, "epochs": 2, "run_dir": str(tmp_path)})
-    probing, tuning = lp_ft.parts(config)
-    assert (probing.freeze.cut, probing.cache.cache, probing.optimizer.epochs) == (5, "on", lp_ft.PROBE_EPOCHS)
-    assert (tuning.freeze.freeze, tuning.cache.cache, tuning.optimizer.lr) == ("none", "off", 0.01)
-    assert tuning.model.weights == str(tmp_path / "probe/model.pt")
-    for name, accuracies in (("probe", [None, 0.5]), ("tune", [0.6, 0.7])):
-        write_run(tmp_path / name, accuracies=accuracies)
-    unsaid = {"epochs": 2, "steps": 20, "other_collective_bytes": 1, "final_cut": 0, "cut_history": [[0, 0, 0]]}
-    first, second = (
-        {**unsaid, "cache": {}, **json.loads((tmp_path / name / "summary.json").read_text())}
-        for name in ("probe", "tune")
-    )
-    lp_ft.tell_both(config, first, second)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 10), (1, 20), (2, 30), (3, 40)]
-    whole = json.loads((tmp_path / "summary.json").read_text())
-    assert whole["train_seconds"] == pytest.approx(first["train_seconds"] + second["train_seconds"])
-    phases = [sum(part["seconds"].values()) for part in (first, second, whole)]
-    assert phases[0] + phases[1] == pytest.approx(phases[2])
-    assert whole["test_accuracy"] == second["test_accuracy"]
-    assert whole["cut_history"][-1] == [2, 20, 0]
-
-
-def test_probing_without_a_prefix_is_refused() -> None:
-    with pytest.raises(UsageError, match="needs --freeze static"):
-        lp_ft.parts(Config())

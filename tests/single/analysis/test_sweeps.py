@@ -15,9 +15,7 @@ from analysis import (
     baseline,
     caching,
     communication,
-    compression,
     experiments,
-    network,
     peers,
     pixels64,
     static_sweep,
@@ -231,8 +229,7 @@ def test_whole_seconds_are_those_of_a_run_that_was_made_in_one_go(
     [
         (baseline.EXPERIMENT, "--ranks 0 --estimate", "--ranks (0) must be 1 or more"),
         (baseline.EXPERIMENT, "--ranks -1 --estimate", "--ranks (-1) must be 1 or more"),
-        (compression.EXPERIMENT, "--seeds 7,8 --estimate", "--seeds (7,8) must be left out: compression has its own"),
-        (peers.EXPERIMENTS["peers64"], "--seeds 7", "--seeds (7) must be left out: peers64 has its own"),
+        (peers.EXPERIMENTS["peers64"], "--seeds 7,8", "--seeds (7,8) must be left out: peers64 has its own"),
     ],
 )
 def test_ranks_and_seeds_that_no_run_can_have_are_refused(
@@ -258,14 +255,6 @@ def test_an_estimate_says_for_how_many_cores(capsys: pytest.CaptureFixture[str])
     for preset, cores in (("reduced", f"on {os.cpu_count()} cores"), ("full", "with a core for each rank")):
         assert sweep.main(baseline.EXPERIMENT, ["--preset", preset, "--estimate"]) == 0
         assert capsys.readouterr().out.rstrip().endswith(cores)
-
-
-def test_words_of_other_commands_are_not_taken_for_short_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[list[str]] = []
-    monkeypatch.setattr(network, "measure_missing", lambda out, *, quick: None)
-    monkeypatch.setattr(network, "others", lambda rest: passed.append(rest) or 0)
-    assert network.main(["--all", "--work", "a", "--ou", "c"]) == 0
-    assert passed == [["--work", "a", "--ou", "c"]]
 
 
 def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

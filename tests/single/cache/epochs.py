@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +16,13 @@ from tests.single.cache.material import FrozenNet, same_bits
 Batches = Sequence[tuple[Keys, Keys]]
 NUM_SAMPLES = 72  # four batches and a half
 OWNED_KEYS = (np.arange(NUM_SAMPLES), np.zeros(NUM_SAMPLES, np.int64))
+
+
+def begun(net: FrozenNet, directory: Path, cut: int = 2, **changes: Any) -> PrefixActivations:
+    """A cache of all samples at `cut`."""
+    cached = net.cached(directory, **changes)
+    net.begin(cached, cut, OWNED_KEYS)
+    return cached
 
 
 def run_epoch(activations: PrefixActivations, batches: Batches, *, sweep: bool = False) -> list[Tensor]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.cache.file.format import Keys, pack_keys
+from hvfreeze.cache.file.reader import MappedRows
 from hvfreeze.cache.fingerprint import Fingerprint, activation_fingerprint, bytes_of, digest_tensors
 from hvfreeze.cache.store import Store
 
@@ -126,6 +131,13 @@ class FrozenNet:
         options: dict[str, Any] = {"batch_rows": BATCH_ROWS, "directory": directory, "shard": "0of1", "owner": "run"}
         return PrefixActivations(run_blocks=self.run, load_images=self.load, **(options | changes))
 
+    def begin(
+        self, cached: PrefixActivations, cut: int, owned_keys: tuple[Keys, Keys], *, store: bool = True, **identity: Any
+    ) -> None:
+        """Move `cached` to `cut` of this net."""
+        fingerprint = self.fingerprint(cut, **identity)
+        cached.begin_cut(cut, fingerprint=fingerprint, owned_keys=owned_keys, store=store)
+
 
 def batches_of(num_samples: int, *, epoch: int = 0, views: int = 1, drop_last: bool = False) -> list[tuple[Keys, Keys]]:
     """The batches of an epoch that shuffles `num_samples` samples and shows view `epoch` of each."""
@@ -141,3 +153,19 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 Change = Callable[[Path], None]
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, *, read_rate: float = math.inf, write_rate: float = math.inf) -> None:
+    """Slow cache files down to these rates, in bytes per second."""
+    read, write = MappedRows.read, os.pwrite
+
+    def slow_read(self: MappedRows, rows: Tensor) -> Tensor:
+        time.sleep(len(rows) * self.row_bytes / read_rate)
+        return read(self, rows)
+
+    def slow_write(descriptor: int, content: bytes | memoryview, offset: int) -> int:
+        time.sleep(len(content) / write_rate)
+        return write(descriptor, content, offset)
+
+    monkeypatch.setattr(MappedRows, "read", slow_read)
+    monkeypatch.setattr(os, "pwrite", slow_write)

@@ -14,21 +14,20 @@ import torch
 from torch import nn
 
 from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
-from hvfreeze.cache.file.disk import Disk
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, check_outputs, run_epoch
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
-
-SLOW_DISK = Disk(read_rate=2e7, write_rate=2e8)
+from hvfreeze.cache.file.reader import MappedRows
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, check_outputs, run_epoch
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, slow_down
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("disk", [None, SLOW_DISK])
+@pytest.mark.parametrize("slow", [False, True])
 def test_activations_have_the_bits_of_recomputing_while_filling_and_reading(
-    channels_last: bool, disk: Disk | None, tmp_path: Path
+    channels_last: bool, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if slow:
+        slow_down(monkeypatch, read_rate=2e7, write_rate=2e8)
     net = FrozenNet(channels_last=channels_last)
-    cached = net.cached(tmp_path, disk=disk)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     for epoch in range(3):
         before = cached.counters.forwards
         check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=epoch))
@@ -37,8 +36,7 @@ def test_activations_have_the_bits_of_recomputing_while_filling_and_reading(
     assert not cached.missing(*OWNED_KEYS).any() and cached.exact
     assert cached.stored_bytes == NUM_SAMPLES * 8 * 8 * 8 * 4
     cached.close()
-    later = net.cached(tmp_path)
-    later.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    later = begun(net, tmp_path)
     check_epoch(later, net, batches_of(NUM_SAMPLES, epoch=7))
     assert later.counters.forwards == 0 and later.counters.rows_written == 0
     later.close()
@@ -46,10 +44,9 @@ def test_activations_have_the_bits_of_recomputing_while_filling_and_reading(
 
 def test_every_forward_has_the_training_batch_shape(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 1)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1)[2:])
     run_epoch(cached, batches_of(NUM_SAMPLES, epoch=2), sweep=True)
     assert len(net.calls) > 8 and {rows for _, _, rows in net.calls} == {BATCH_ROWS}
@@ -58,8 +55,7 @@ def test_every_forward_has_the_training_batch_shape(tmp_path: Path) -> None:
 
 def test_a_sweep_computes_only_missing_rows_and_pads_the_last_forward(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     run_epoch(cached, batches_of(NUM_SAMPLES, drop_last=True))
     assert cached.counters.rows_written == 64
     cached.announce(batches_of(NUM_SAMPLES, epoch=1, drop_last=True))
@@ -80,7 +76,7 @@ def test_an_epoch_of_which_nothing_is_cached_is_filled_while_training(tmp_path: 
     net = FrozenNet()
     cached = net.cached(tmp_path)
     owned_keys = np.tile(OWNED_KEYS[0], 2), np.repeat(np.arange(2), NUM_SAMPLES)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2, augment="views:2"), owned_keys=owned_keys)
+    net.begin(cached, 2, owned_keys, augment="views:2")
     for epoch in range(4):
         cached.announce(batches_of(NUM_SAMPLES, epoch=epoch, views=2))
         assert cached.sweep() == 0
@@ -93,7 +89,7 @@ def test_evaluation_batches_with_padding_of_their_own_count_each_sample_once(tmp
     net = FrozenNet()
     cached = net.cached(tmp_path)
     ids = np.arange(20)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2, split="test"), owned_keys=(ids, np.zeros_like(ids)))
+    net.begin(cached, 2, (ids, np.zeros_like(ids)), split="test")
     padded = np.pad(ids, (0, 12), mode="edge")
     batches = [(padded[:16], np.zeros(16, np.int64)), (padded[16:], np.zeros(16, np.int64))]
     for _ in range(2):
@@ -104,10 +100,10 @@ def test_evaluation_batches_with_padding_of_their_own_count_each_sample_once(tmp
     cached.close()
 
 
-def test_training_may_change_what_it_gets_in_place(tmp_path: Path) -> None:
+def test_training_may_change_what_it_gets_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, read_rate=2e7, write_rate=2e8)
     net = FrozenNet()
-    cached = net.cached(tmp_path, disk=SLOW_DISK)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     for epoch in range(3):
         for output in run_epoch(cached, batches_of(NUM_SAMPLES, epoch=epoch)):
             output.fill_(float("nan"))
@@ -115,17 +111,20 @@ def test_training_may_change_what_it_gets_in_place(tmp_path: Path) -> None:
     cached.close()
 
 
-def test_batches_of_a_slow_disk_are_read_before_they_are_asked_for(tmp_path: Path) -> None:
+def test_batches_of_a_slow_disk_are_read_before_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers: list[str] = []
+    slow_down(monkeypatch, read_rate=1e7)
+    read = MappedRows.read
 
-    class Watched(Disk):
-        def read(self, num_bytes: int) -> None:
-            readers.append(threading.current_thread().name)
-            super().read(num_bytes)
+    def watched(self: MappedRows, rows: torch.Tensor) -> torch.Tensor:
+        readers.append(threading.current_thread().name)
+        return read(self, rows)
 
+    monkeypatch.setattr(MappedRows, "read", watched)
     net = FrozenNet()
-    cached = net.cached(tmp_path, disk=Watched(read_rate=1e7, write_rate=1e9))
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     readers.clear()
     run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1))
@@ -133,10 +132,10 @@ def test_batches_of_a_slow_disk_are_read_before_they_are_asked_for(tmp_path: Pat
     cached.close()
 
 
-def test_batches_in_another_order_than_announced_are_right(tmp_path: Path) -> None:
+def test_batches_in_another_order_than_announced_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, read_rate=2e7, write_rate=2e8)
     net = FrozenNet()
-    cached = net.cached(tmp_path, disk=SLOW_DISK)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     cached.announce(batches_of(NUM_SAMPLES, epoch=1))
     batches = [*batches_of(NUM_SAMPLES, epoch=2), *batches_of(NUM_SAMPLES, epoch=1)]
@@ -146,8 +145,7 @@ def test_batches_in_another_order_than_announced_are_right(tmp_path: Path) -> No
 
 def test_only_batches_that_are_not_cached_need_images(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     batches = batches_of(NUM_SAMPLES)
     assert not cached.is_cached(*batches[0])
     cached.get(*batches[0])
@@ -164,8 +162,7 @@ def test_time_that_training_waits_is_told_to_the_clock(tmp_path: Path) -> None:
         yield
 
     net = FrozenNet()
-    cached = net.cached(tmp_path, phase=phase)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, phase=phase)
     batch = batches_of(NUM_SAMPLES)[0]
     cached.get(*batch)
     cached.get(*batch)
@@ -176,8 +173,7 @@ def test_time_that_training_waits_is_told_to_the_clock(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_training_batch_is_a_mistake(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     with pytest.raises(ValueError, match="17 rows"):
         cached.get(np.arange(17), np.zeros(17, np.int64))
     cached.close()
@@ -197,10 +193,10 @@ def test_all_files_and_threads_are_let_go(tmp_path: Path) -> None:
     net = FrozenNet()
     before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        cached: PrefixActivations | None = net.cached(tmp_path, disk=SLOW_DISK)
+        cached: PrefixActivations | None = net.cached(tmp_path)
         assert cached is not None
         for cut in (1, 2):
-            cached.begin_cut(cut, fingerprint=net.fingerprint(cut), owned_keys=OWNED_KEYS)
+            net.begin(cached, cut, OWNED_KEYS)
             run_epoch(cached, batches_of(NUM_SAMPLES)[:3])
         cached.close()
         cached = None

@@ -15,7 +15,7 @@ from tests.single.cache.material import write_file
 ROOT = Path(__file__).parents[3]
 
 
-NUM_FLIPS = 1000
+NUM_FLIPS = 400
 
 
 # Reads copies of a file, each with one bit flipped, and says what became of each. It runs by itself because the HDF5

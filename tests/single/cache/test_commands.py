@@ -11,7 +11,7 @@ import h5py
 import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
-from hvfreeze.cache.file.reader import directory_bytes, find_present
+from hvfreeze.cache.file.reader import directory_bytes
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
 
@@ -27,7 +27,9 @@ def make_directory(directory: Path) -> list[Path]:
     return [whole, partial.path]
 
 
-def test_ls_prints_a_line_for_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_prints_a_line_for_each_file_and_verify_accepts_sound_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, partial = make_directory(tmp_path)
     assert ls(tmp_path) == 0
     header, *lines = capsys.readouterr().out.splitlines()
@@ -35,6 +37,9 @@ def test_ls_prints_a_line_for_each_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(lines) == 2
     assert lines[0].split() == [whole.name, "-", "digits", "train", "2", "40/40", "4", "float32", "0.0", "complete"]
     assert lines[1].split()[0] == f"below/{partial.name}" and lines[1].split()[-1] == "partial"
+    assert verify(tmp_path) == 0 and capsys.readouterr().out.count("sound") == 2
+    whole.rename(whole.with_name(whole.name + ".tmp"))
+    assert ls(tmp_path) == 0 and "left over" in capsys.readouterr().out, "by a process that was killed"
 
 
 def test_ls_and_verify_of_a_directory_without_files_are_fine(
@@ -44,12 +49,6 @@ def test_ls_and_verify_of_a_directory_without_files_are_fine(
     capsys.readouterr()
     assert rm(tmp_path) == 0
     assert capsys.readouterr().out == f"nothing to remove: there is no cache file in {tmp_path}\n"
-
-
-def test_verify_accepts_sound_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_directory(tmp_path)
-    assert verify(tmp_path) == 0
-    assert capsys.readouterr().out.count("sound") == 2
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "rename", "link", "foreign"])
@@ -108,13 +107,6 @@ def test_rm_leaves_what_is_being_built(tmp_path: Path, capsys: pytest.CaptureFix
     assert rm(tmp_path) == 0 and not store.path.exists()
 
 
-def test_ls_tells_what_a_killed_process_has_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_file(tmp_path)
-    path.rename(path.with_name(path.name + ".tmp"))
-    assert ls(tmp_path) == 0
-    assert "left over" in capsys.readouterr().out
-
-
 def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,8 +126,6 @@ def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
         return ((folder, below, [*names, gone.name], opened) for folder, below, names, opened in walk(*where, **how))
 
     monkeypatch.setattr(os, "fwalk", walked)
-    monkeypatch.setattr("hvfreeze.cache.file.reader.files_of", lambda directory, fingerprint: [gone, whole])
-    assert find_present(tmp_path, make_fingerprint(), make_keys(40), shard="0of1").rows == 40
     assert rm(tmp_path) == 0 and not whole.exists()
     assert gone.name not in capsys.readouterr().out
 

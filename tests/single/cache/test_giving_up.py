@@ -15,7 +15,7 @@ import torch
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.reader import directory_bytes
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, run_epoch
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, run_epoch
 from tests.single.cache.material import FrozenNet, batches_of, make_fingerprint
 
 
@@ -23,8 +23,7 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     cached.publish()
     (path,) = tmp_path.glob("*.h5")
@@ -33,7 +32,7 @@ def test_a_cache_that_is_cut_off_while_in_use_is_given_up_and_training_goes_on(
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=2))
     assert cached.failed is not None and str(path) in cached.failed
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
     assert [left.name for left in tmp_path.iterdir()] == [path.name]
@@ -44,8 +43,7 @@ def test_a_cache_that_its_disk_does_not_give_back_is_given_up_and_training_goes_
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.publish()
     (path,) = tmp_path.glob("*.h5")
@@ -66,8 +64,7 @@ def test_a_cache_that_its_disk_does_not_give_back_is_given_up_and_training_goes_
 
 def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     net = FrozenNet()
-    first = net.cached(tmp_path)
-    first.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    first = begun(net, tmp_path)
     run_epoch(first, batches_of(NUM_SAMPLES))
     first.close()
     (path,) = tmp_path.glob("*.h5")
@@ -76,7 +73,7 @@ def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
     path.write_bytes(content)
     second = net.cached(tmp_path, on_failure="stop")
     with pytest.raises(CacheFault, match=str(path)) as stopped:
-        second.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+        net.begin(second, 2, OWNED_KEYS)
     assert stopped.value.exit_code == 3
     second.close()
 
@@ -152,8 +149,7 @@ def test_every_file_that_comes_into_use_is_compared(tmp_path: Path) -> None:
 
 def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: Path) -> None:
     net = FrozenNet()
-    late = net.cached(tmp_path)
-    late.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    late = begun(net, tmp_path)
     path = fill_with_other_rows(net, tmp_path, change=0.5)
     check_epoch(late, net, batches_of(NUM_SAMPLES))
     assert late.counters.rows_read == 0 and late.failed is None
@@ -166,8 +162,7 @@ def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: 
 def test_a_full_disk_means_what_was_asked_for(on_failure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = FrozenNet()
     budget = Budget()
-    cached = net.cached(tmp_path, on_failure=on_failure, budget=budget)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, on_failure=on_failure, budget=budget)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -185,8 +180,7 @@ def test_a_full_disk_means_what_was_asked_for(on_failure: Any, tmp_path: Path, m
 
 def test_another_rank_can_have_the_cache_given_up(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path)
     run_epoch(cached, batches_of(NUM_SAMPLES)[:2])
     cached.disable("rank 1: the disk is full")
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
@@ -200,7 +194,7 @@ def test_an_old_file_makes_room_when_both_do_not_fit_the_budget(tmp_path: Path) 
     budget = Budget(size * 3 // 2)
     cached = net.cached(tmp_path, budget=budget)
     for cut in (1, 2, 3):
-        cached.begin_cut(cut, fingerprint=net.fingerprint(cut), owned_keys=OWNED_KEYS)
+        net.begin(cached, cut, OWNED_KEYS)
         check_epoch(cached, net, batches_of(NUM_SAMPLES))
         assert not cached.missing(*OWNED_KEYS).any()
         assert directory_bytes(tmp_path) <= budget.used_bytes <= size * 3 // 2

@@ -1,28 +1,27 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.format import NAMES, PAYLOAD
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
-from hvfreeze.cache.file.reader import ActivationFile
+from hvfreeze.cache.file.reader import ActivationFile, MappedRows
 from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, read, write_file
 
 ROOT = Path(__file__).parents[3]
 WIDE = (1 << 17,)  # half a MiB: two rows are a range
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.001, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.9999])
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.05, 0.5, 0.95, 0.9999])
 def test_a_truncated_file_is_refused_at_any_length(kept: float, tmp_path: Path) -> None:
     path = write_file(tmp_path, num_rows=6, shape=(1 << 12,))
     os.truncate(path, int(path.stat().st_size * kept))
@@ -43,15 +42,6 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def test_a_range_copied_over_another_is_refused(tmp_path: Path) -> None:
-    path = write_file(tmp_path, num_rows=8, shape=WIDE)
-    start, row_bytes = payload_of(path)
-    content = path.read_bytes()[start + 2 * row_bytes : start + 4 * row_bytes]
-    overwrite(path, start + 6 * row_bytes, content)
-    with pytest.raises(CacheFault, match=r"rows 6\.\.7 are damaged"):
-        ActivationFile(path).verify()
-
-
 def test_equal_ranges_have_different_digests_at_another_place_and_under_another_fingerprint(tmp_path: Path) -> None:
     digests = []
     for fingerprint in (make_fingerprint(), make_fingerprint(prefix="q" * 64)):
@@ -65,29 +55,6 @@ def test_equal_ranges_have_different_digests_at_another_place_and_under_another_
     assert len(digests) == len(set(digests)) == 8
 
 
-def test_the_tables_of_an_older_generation_are_refused(tmp_path: Path) -> None:
-    keys, rows = make_keys(32), make_rows(32)
-    store = open_store(tmp_path, keys)
-    fill(store, keys[:16], rows[:16])
-    store.close()
-    old = store.path.read_bytes()
-    store = open_store(tmp_path, keys)
-    fill(store, keys[::-1].copy(), rows)
-    store.close()
-    descriptor, regions = find_regions(store.path, names=NAMES)
-    os.close(descriptor)
-    for name in ("sample_ids", "views", "range_sha256"):
-        new = store.path.read_bytes()
-        place = regions[name]
-        overwrite(store.path, place.offset, old[place.offset : place.offset + place.nbytes])
-        changed = store.path.read_bytes() != new
-        if changed:
-            with pytest.raises(CacheFault, match="manifest or tables"):
-                ActivationFile(store.path)
-        store.path.write_bytes(new)
-        assert changed or name == "views"
-
-
 def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
     keys, rows = make_keys(40), make_rows(40)
     store = open_store(tmp_path, keys)
@@ -96,12 +63,6 @@ def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
     file = ActivationFile(store.path)
     assert sorted(file.keys) == keys[:16].tolist() and file.manifest.capacity == 40
     assert read(open_store(tmp_path, keys), keys[16:32]) is None
-
-
-def test_a_file_is_not_read_before_it_was_verified(tmp_path: Path) -> None:
-    file = ActivationFile(write_file(tmp_path))
-    with pytest.raises(RuntimeError, match="must be verified before"):
-        file.read(torch.arange(2))
 
 
 def test_a_damaged_row_reaches_no_reader_of_a_store(tmp_path: Path) -> None:
@@ -119,29 +80,6 @@ def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
     path.unlink()
     found = read(store, make_keys(16))
     assert found is not None and torch.equal(found, make_rows(40)[:16])
-
-
-def test_rows_that_nobody_has_verified_yet_stay_readable_when_their_store_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    for rank in range(2):
-        part = open_store(tmp_path, keys[rank::2], shard=f"{rank}of2")
-        fill(part, keys[rank::2], rows[rank::2].contiguous())
-        part.close()
-    verify, gone = ActivationFile.verify, threading.Event()
-
-    def held(file: ActivationFile) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            gone.wait(60)
-        verify(file)
-
-    monkeypatch.setattr(ActivationFile, "verify", held)
-    store = open_store(tmp_path, keys)
-    store.delete()
-    gone.set()
-    found = read(store, keys[:16])
-    assert found is not None and torch.equal(found, rows[:16])
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
@@ -211,8 +149,14 @@ except CacheFault as fault:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
-def test_reading_a_whole_file_gives_its_rows_in_the_order_of_its_keys(tmp_path: Path) -> None:
-    path = write_file(tmp_path, num_rows=30)
-    file = ActivationFile(path)
-    file.verify()
-    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), make_rows(30))
+def test_a_refused_file_is_closed_once(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"")
+    with (tmp_path / "short").open("rb") as short:
+        with pytest.raises(CacheFault) as refused:
+            MappedRows(short.fileno(), offset=0, num_rows=2, row_bytes=4, name="short", dtype=torch.float32)
+        # The system gives the next file the lowest number that is free: that of the descriptor just closed.
+        others = [os.open(tmp_path / "short", os.O_RDONLY) for _ in range(3)]
+        del refused
+        gc.collect()
+        for other in others:
+            os.close(other)

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from hvfreeze.errors import UsageError
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, check_outputs, run_epoch
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, check_outputs, run_epoch
 from tests.single.cache.material import FrozenNet, batches_of, same_bits
 
 
 def test_a_deeper_cut_is_computed_from_the_rows_of_the_old_one_whose_file_then_goes(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 1)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS)
     net.calls, net.loaded = [], 0
     outputs = run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1))
     assert {(start, stop) for start, stop, _ in net.calls} == {(1, 3)} and net.loaded == 0
@@ -29,12 +28,11 @@ def test_a_deeper_cut_is_computed_from_the_rows_of_the_old_one_whose_file_then_g
 
 def test_a_cut_that_moves_again_in_the_middle_of_filling_loses_nothing(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 1)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    net.begin(cached, 2, OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=1)[:2])
-    cached.begin_cut(4, fingerprint=net.fingerprint(4), owned_keys=OWNED_KEYS)
+    net.begin(cached, 4, OWNED_KEYS)
     net.loaded = 0
     outputs = run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1)[:3])
     assert net.loaded == 0 and [call[:2] for call in net.calls[-3:]] == [(2, 4), (2, 4), (1, 4)]
@@ -46,19 +44,18 @@ def test_a_cut_that_moves_again_in_the_middle_of_filling_loses_nothing(tmp_path:
 
 def test_thawing_drops_deeper_rows_and_goes_back_to_shallower_ones(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 1)
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS)
     run_epoch(cached, batches_of(NUM_SAMPLES)[:2])
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    net.begin(cached, 1, OWNED_KEYS)
     before = cached.counters.forwards
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=4))
     assert cached.counters.forwards == before
     with torch.no_grad():
         for parameter in net.blocks[1].parameters():
             parameter.mul_(1.5)
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=5))
     cached.begin_cut(0)
     images = cached.get(*batches_of(NUM_SAMPLES)[0])
@@ -69,10 +66,9 @@ def test_thawing_drops_deeper_rows_and_goes_back_to_shallower_ones(tmp_path: Pat
 
 def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path)
-    cached.begin_cut(3, fingerprint=net.fingerprint(3), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 3)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    net.begin(cached, 2, OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
     assert len(list(tmp_path.iterdir())) == 1
@@ -80,11 +76,10 @@ def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_pat
 
 def test_old_rows_of_a_prefix_that_has_changed_are_not_used(tmp_path: Path) -> None:
     net = FrozenNet()
-    cached = net.cached(tmp_path, prefix_digest=net.digest)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    cached = begun(net, tmp_path, 1, prefix_digest=net.digest)
     run_epoch(cached, batches_of(NUM_SAMPLES))
     net.blocks[0][0][1].running_mean += 0.5
-    cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    net.begin(cached, 2, OWNED_KEYS)
     check_epoch(cached, net, batches_of(NUM_SAMPLES))
     cached.close()
 
@@ -95,14 +90,13 @@ def test_a_rounded_row_has_the_same_bits_whenever_and_from_whatever_it_was_compu
 ) -> None:
     net, dtype = FrozenNet(), str(stored).removeprefix("torch.")
     moving, direct, unstored = (net.cached(tmp_path / name, stored=stored) for name in ("a", "b", "c"))
-    moving.begin_cut(1, fingerprint=net.fingerprint(1, dtype=dtype), owned_keys=OWNED_KEYS)
+    net.begin(moving, 1, OWNED_KEYS, dtype=dtype)
     first, again = (run_epoch(moving, batches_of(NUM_SAMPLES)) for _ in range(2))
     assert all(same_bits(left, right) for left, right in zip(first, again, strict=True))
     assert all(torch.equal(rows, rows.to(stored).float()) for rows in first)
-    fingerprint = net.fingerprint(3, dtype=dtype, via=[1])
-    moving.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS)
-    direct.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS)
-    unstored.begin_cut(3, fingerprint=fingerprint, owned_keys=OWNED_KEYS, store=False)
+    net.begin(moving, 3, OWNED_KEYS, dtype=dtype, via=[1])
+    net.begin(direct, 3, OWNED_KEYS, dtype=dtype, via=[1])
+    net.begin(unstored, 3, OWNED_KEYS, store=False, dtype=dtype, via=[1])
     net.calls = []
     outputs = [run_epoch(one, batches_of(NUM_SAMPLES)) for one in (moving, direct, unstored, moving)]
     assert {call[:2] for call in net.calls} == {(0, 1), (1, 3)}
@@ -117,9 +111,9 @@ def test_activations_that_a_narrow_type_cannot_hold_are_refused(tmp_path: Path) 
     net = FrozenNet()
     net.pixels *= 1e6
     narrow, wide = (net.cached(tmp_path / str(stored), stored=stored) for stored in (torch.float16, torch.bfloat16))
-    wide.begin_cut(1, fingerprint=net.fingerprint(1, dtype="bfloat16"), owned_keys=OWNED_KEYS)
+    net.begin(wide, 1, OWNED_KEYS, dtype="bfloat16")
     run_epoch(wide, batches_of(NUM_SAMPLES))
-    narrow.begin_cut(1, fingerprint=net.fingerprint(1, dtype="float16"), owned_keys=OWNED_KEYS)
+    net.begin(narrow, 1, OWNED_KEYS, dtype="float16")
     with pytest.raises(
         UsageError, match=r"float16 holds values up to 65504, but block 1 computes larger.*use bfloat16"
     ):
@@ -131,9 +125,9 @@ def test_activations_that_a_narrow_type_cannot_hold_are_refused(tmp_path: Path) 
 def test_rows_rounded_at_another_cut_are_not_a_source(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path, stored=torch.float16)
-    cached.begin_cut(1, fingerprint=net.fingerprint(1, dtype="float16"), owned_keys=OWNED_KEYS)
+    net.begin(cached, 1, OWNED_KEYS, dtype="float16")
     run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.begin_cut(3, fingerprint=net.fingerprint(3, dtype="float16"), owned_keys=OWNED_KEYS)
+    net.begin(cached, 3, OWNED_KEYS, dtype="float16")
     net.calls = []
     run_epoch(cached, batches_of(NUM_SAMPLES)[:1])
     assert [call[:2] for call in net.calls] == [(0, 3)]
@@ -147,12 +141,12 @@ def test_a_run_that_has_read_inexact_rows_stays_inexact_when_they_are_gone(
 ) -> None:
     net = FrozenNet()
     other = net.cached(tmp_path, owner="other")
-    other.begin_cut(1, fingerprint=net.fingerprint(1, threads=2), owned_keys=OWNED_KEYS)
+    net.begin(other, 1, OWNED_KEYS, threads=2)
     run_epoch(other, batches_of(NUM_SAMPLES))
     other.close()
     cached = net.cached(tmp_path)
     assert cached.exact
-    cached.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    net.begin(cached, 1, OWNED_KEYS)
     assert not cached.exact
     if reads:
         run_epoch(cached, batches_of(NUM_SAMPLES)[:1])

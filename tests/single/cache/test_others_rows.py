@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from hvfreeze.cache.file.format import Keys
 from hvfreeze.cache.file.reader import ActivationFile
-from hvfreeze.cache.index import RowIndex
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, check_epoch, run_epoch
-from tests.single.cache.material import FrozenNet, batches_of, make_keys, open_store, write_file
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, run_epoch
+from tests.single.cache.material import FrozenNet, batches_of
+
+
+def share(rank: int, size: int) -> tuple[Keys, Keys]:
+    return OWNED_KEYS[0][rank::size], OWNED_KEYS[1][rank::size]
 
 
 def test_a_partly_filled_cache_is_used_by_the_next_run_for_what_it_holds(tmp_path: Path) -> None:
     net = FrozenNet()
-    first = net.cached(tmp_path)
-    first.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    first = begun(net, tmp_path)
     run_epoch(first, batches_of(NUM_SAMPLES)[:3])
     first.close()
-    second = net.cached(tmp_path)
-    second.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    second = begun(net, tmp_path)
     check_epoch(second, net, batches_of(NUM_SAMPLES))
     assert second.counters.forwards == 2 and second.counters.rows_read == 48
     second.close()
-    third = net.cached(tmp_path)
-    third.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    third = begun(net, tmp_path)
     assert not third.missing(*OWNED_KEYS).any()
     third.close()
 
@@ -34,32 +34,15 @@ def test_a_run_of_another_size_needs_no_forward(tmp_path: Path) -> None:
     net = FrozenNet()
     for rank in range(2):
         one = net.cached(tmp_path, shard=f"{rank}of2")
-        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::2], OWNED_KEYS[1][rank::2]))
+        net.begin(one, 2, share(rank, 2))
         one.sweep(everything=True)
         one.close()
     for rank in range(3):
         one = net.cached(tmp_path, shard=f"{rank}of3")
-        ids = OWNED_KEYS[0][rank::3]
-        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(ids, np.zeros_like(ids)))
-        check_epoch(one, net, [(ids[:16], np.zeros(16, np.int64))])
-        assert one.counters.forwards == 0
-        one.close()
-
-
-def test_ranks_that_share_read_what_the_other_has_published(tmp_path: Path) -> None:
-    net = FrozenNet()
-    ranks = [net.cached(tmp_path, shard=f"{rank}of2", shared=True) for rank in range(2)]
-    batches = batches_of(64)
-    for rank, one in enumerate(ranks):
-        ids = np.concatenate([ids for ids, _ in batches[rank::2]])
-        one.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(ids, np.zeros_like(ids)))
-        run_epoch(one, batches[rank::2])
-    for one in ranks:
-        one.publish()
-    for one in ranks:
-        one.refresh()
-        check_epoch(one, net, batches_of(64, epoch=3))
-        assert one.counters.forwards == 2
+        ids, views = share(rank, 3)
+        net.begin(one, 2, (ids, views))
+        check_epoch(one, net, [(ids[:16], views[:16])])
+        assert one.counters.forwards == 0 and one.exact
         one.close()
 
 
@@ -69,9 +52,7 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
     net, size = FrozenNet(), 4
     for rank in range(size):
         one = net.cached(tmp_path, shard=f"{rank}of{size}", shared=True)
-        one.begin_cut(
-            2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::size], OWNED_KEYS[1][rank::size])
-        )
+        net.begin(one, 2, share(rank, size))
         one.sweep(everything=True)
         one.close()
     hashed: list[str] = []
@@ -79,9 +60,7 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
     monkeypatch.setattr(ActivationFile, "_compare", lambda self: hashed.append(self.path.name) or compare(self))
     ranks = [net.cached(tmp_path, shard=f"{rank}of{size}", shared=True) for rank in range(size)]
     for rank, one in enumerate(ranks):
-        one.begin_cut(
-            2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][rank::size], OWNED_KEYS[1][rank::size])
-        )
+        net.begin(one, 2, share(rank, size))
     verified = [one.verify_share(rank, size) for rank, one in enumerate(ranks)]
     assert [len(names) for names in verified] == [1] * size
     for one in ranks:
@@ -89,24 +68,12 @@ def test_every_shared_file_is_hashed_once_by_all_ranks_together(
         check_epoch(one, net, batches_of(NUM_SAMPLES))
     assert sorted(hashed) == sorted(path.name for path in tmp_path.glob("*.h5"))
     late = net.cached(tmp_path, shard="0of4", shared=True)
-    late.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=(OWNED_KEYS[0][::4], OWNED_KEYS[1][::4]))
+    net.begin(late, 2, share(0, 4))
     late.accept({name: "another file's digest" for names in verified for name in names})
     check_epoch(late, net, batches_of(NUM_SAMPLES))
     assert len(hashed) == 2 * size, "what nobody has verified is verified by whoever reads it"
     for one in [*ranks, late]:
         one.close()
-
-
-def test_the_index_of_shared_files_grows_once_however_many_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank in range(6):
-        write_file(tmp_path, num_rows=5, first=5 * rank, shard=f"{rank}of6")
-    grown: list[int] = []
-    extend = RowIndex.extend
-    monkeypatch.setattr(RowIndex, "extend", lambda self, more: grown.append(len(more)) or extend(self, more))
-    store = open_store(tmp_path, make_keys(1), shared=True)
-    assert grown == [6] and not store.missing(make_keys(30)).any()
 
 
 @pytest.mark.parametrize("sweep", [False, True])
@@ -116,7 +83,7 @@ def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_e
     net = FrozenNet()
     builder, other = net.cached(tmp_path, owner="builder"), net.cached(tmp_path, owner="other", on_failure="stop")
     for cached in (builder, other):
-        cached.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+        net.begin(cached, 2, OWNED_KEYS)
     first, *rest = batches_of(NUM_SAMPLES)
     builder.get(*first)
     if sweep:
@@ -134,14 +101,12 @@ def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_e
 
 def test_a_file_of_an_earlier_run_is_a_hit_and_outlives_the_cut(tmp_path: Path) -> None:
     net = FrozenNet()
-    earlier = net.cached(tmp_path, owner="earlier")
-    earlier.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    earlier = begun(net, tmp_path, 1, owner="earlier")
     earlier.sweep(everything=True)
     earlier.close()
-    later = net.cached(tmp_path, owner="later")
-    later.begin_cut(1, fingerprint=net.fingerprint(1), owned_keys=OWNED_KEYS)
+    later = begun(net, tmp_path, 1, owner="later")
     assert not later.missing(*OWNED_KEYS).any()
-    later.begin_cut(2, fingerprint=net.fingerprint(2), owned_keys=OWNED_KEYS)
+    net.begin(later, 2, OWNED_KEYS)
     check_epoch(later, net, batches_of(NUM_SAMPLES))
     later.close()
     assert len(list(tmp_path.glob("*.h5"))) == 2

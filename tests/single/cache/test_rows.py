@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.disk import Disk
 from hvfreeze.cache.file.format import RowFormat, pack_keys, unpack_keys
 from tests.single.cache.material import (
     BATCH_ROWS,
@@ -19,6 +18,7 @@ from tests.single.cache.material import (
     open_store,
     read,
     same_bits,
+    slow_down,
     write_file,
 )
 
@@ -72,18 +72,20 @@ def test_narrower_rows_come_back_rounded_in_the_computed_type(stored: torch.dtyp
     assert store.row is not None and store.row.row_bytes == 24
 
 
-def test_rows_that_are_still_being_written_can_be_read(tmp_path: Path) -> None:
+def test_rows_that_are_still_being_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, write_rate=2e4)
     keys, rows = make_keys(48), make_rows(48)
-    store = open_store(tmp_path, keys, disk=Disk(read_rate=1e12, write_rate=2e4))
+    store = open_store(tmp_path, keys)
     fill(store, keys, rows)
     found = read(store, keys[32:])
     assert found is not None and torch.equal(found, rows[32:])
     store.close()
 
 
-def test_the_caller_may_change_a_batch_after_it_was_appended(tmp_path: Path) -> None:
+def test_the_caller_may_change_a_batch_after_it_was_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, write_rate=2e4)
     keys, rows = make_keys(BATCH_ROWS), make_rows(BATCH_ROWS)
-    store = open_store(tmp_path, keys, disk=Disk(read_rate=1e12, write_rate=2e4))
+    store = open_store(tmp_path, keys)
     batch = rows.clone()
     store.append(keys, batch)
     batch.zero_()

@@ -1,15 +1,12 @@
-"""In which order the buckets of a step go on when the backward pass has ended, and what goes on from a state."""
+"""In which order the buckets of a step go on when the backward pass has ended."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.gradient_exchange import GradientExchange
 from hvfreeze.comm.low_rank import LowRankBucket
-from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
 
 
@@ -54,27 +51,3 @@ def test_waiting_for_the_last_first_sum_is_filled_with_what_has_arrived() -> Non
         "g1, waited for g2.left.0",
         "g2, waited for g1.right.0",
     ], "each once, the first while the last's P was on its way"
-
-
-class Alike(SoloWorld):
-    """Two ranks with the same numbers."""
-
-    size = 2
-
-    def start_allreduce_(self, tensor: Tensor, *, name: str) -> Any:
-        tensor.mul_(2)
-
-
-def test_what_low_rank_has_left_out_is_added_where_gradients_go_on_whole() -> None:
-    parameter = nn.Parameter(torch.zeros(12, 16))
-    reducer = Reducer(Alike())
-    reducer.carry([("weight", parameter)])
-    error = torch.arange(192.0).reshape(12, 16)
-    kept = {"weight": {"error": error, "right": torch.zeros(1, 16)}, "frozen.since": {"error": error}}
-    reducer.load_state_dict({"steps": 20, "exponents": {}, "low_rank": kept})
-    assert list(reducer.state_dict()["owed"]) == ["weight"]
-    for expected in (error + 3, torch.full_like(error, 3.0)):
-        reducer.begin()
-        (3 * parameter).sum().backward()  # type: ignore[no-untyped-call]
-        reducer.finish()
-        assert parameter.grad is not None and torch.equal(parameter.grad, expected), "once, and no more"

@@ -12,7 +12,8 @@ import pytest
 import hvfreeze
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import find_broken, load_pixels
-from hvfreeze.data.images import MOST_LISTED, BrokenImagesError, load_all
+from hvfreeze.data.images import BrokenImagesError, load_all
+from hvfreeze.wording import MOST_NAMED
 from tests.program import call, save_photos
 
 GONE = "train/a/05.png"
@@ -57,7 +58,7 @@ def test_one_message_names_the_broken_images_of_both_splits(photos: Path) -> Non
 
 
 def test_of_many_broken_images_some_are_named() -> None:
-    error = BrokenImagesError([f"{row}.png is not intact (x); remove it" for row in range(MOST_LISTED + 5)])
+    error = BrokenImagesError([f"{row}.png is not intact (x); remove it" for row in range(MOST_NAMED + 5)])
     assert "0.png is not intact (x); 1.png" in str(error) and "and 5 more;" in str(error)
     again = BrokenImagesError(str(error))
     assert str(again) == str(error), "as it comes from another rank"

@@ -13,7 +13,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 
-from hvfreeze.data.cifar import ARCHIVES, download, read_archive
+from hvfreeze.data.cifar import ARCHIVES, read_archive
 from hvfreeze.data.data_sets import open_data, prepare_data
 from hvfreeze.errors import RefusedError
 
@@ -152,11 +152,14 @@ def test_without_a_network_the_message_shows_three_ways_out_and_nothing_is_left(
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_a_download_appears_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["alone", "another job is done first"])
+def test_a_download_appears_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     calls = []
 
     def online(root: str, *, download: bool) -> None:
         calls.append(root)
+        if late:
+            write_cifar10(tmp_path)
         write_cifar10(Path(root))
 
     pretend_torchvision(monkeypatch, online)
@@ -164,16 +167,6 @@ def test_a_download_appears_whole_and_is_made_once(tmp_path: Path, monkeypatch: 
         prepare_data("cifar10", tmp_path)
     assert len(calls) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["cifar-10-batches-py"]
-    assert len(open_data("cifar10", tmp_path).train) == 20
-
-
-def test_a_download_that_another_job_finished_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(root: str, *, download: bool) -> None:
-        write_cifar10(tmp_path)
-        write_cifar10(Path(root))
-
-    pretend_torchvision(monkeypatch, late)
-    download(tmp_path, ARCHIVES["cifar10"])
     assert len(open_data("cifar10", tmp_path).train) == 20
 
 

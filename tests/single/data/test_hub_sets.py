@@ -160,7 +160,7 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
         tmp_path / "d", train=split(["a", "b"], text, column="species"), test=split(["a"], text, column="species")
     )
     with pytest.raises(
-        UsageError, match=r"has no column for the label; name it with --label-column \(columns: picture"
+        UsageError, match=r"has no column named label; name the column with --label-column \(columns: picture"
     ):
         opened(name)
     assert opened(name, label="species").train.classes == ("a", "b")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from PIL import Image
 from hvfreeze.data.reading import LIMIT, TooLargeError, open_image, read_rgb
 from hvfreeze.errors import UsageError
 from tests.program import Outcome, call, save_photos
+from tests.single.data.files import png
 from tests.single.refusing import refused
 
 
@@ -29,15 +29,6 @@ def noticed(image: Path) -> Path:
     return image
 
 
-def header(path: Path, side: int) -> Path:
-    """A file of which nothing but the header is looked at."""
-    content = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", content), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b"")]
-    parts = [struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    return path
-
-
 def train(folder: Path, *flags: str) -> Outcome:
     words = "--model mlp-16x16 --data imagefolder --image-size 32 --batch-size 8 --epochs 1 --threads 1"
     return call("train", *words.split(), "--data-dir", str(folder), "--run-dir", str(folder.parent / "run"), *flags)
@@ -45,7 +36,8 @@ def train(folder: Path, *flags: str) -> Outcome:
 
 def test_the_limit_is_told_and_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1024 * 1024 * 1024 // 4 // 3)
-    path = header(tmp_path / "1.png", 14000)
+    path = tmp_path / "1.png"
+    path.write_bytes(png(14000, 14000))
     with pytest.raises(
         TooLargeError, match=r"1\.png is too large: 197 megapixels, and the limit is 178; .*=197 on all"
     ):
@@ -85,11 +77,7 @@ def test_pillow_itself_says_nothing(tmp_path: Path) -> None:
 
 
 def test_text_of_a_png_that_is_too_long_is_called_so(tmp_path: Path) -> None:
-    path = tmp_path / "1.png"
-    header(path, 2)
     text = b"Comment\0\0" + zlib.compress(b"x" * 2**21)
-    chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
-    content = path.read_bytes()
-    path.write_bytes(content[:33] + chunk + content[33:])
+    (tmp_path / "1.png").write_bytes(png(2, 2, chunks=[(b"zTXt", text)]))
     with pytest.raises(TooLargeError, match=r"holds more text than Pillow accepts .*; save it without metadata"):
-        read_rgb(path)
+        read_rgb(tmp_path / "1.png")

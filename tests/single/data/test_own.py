@@ -18,8 +18,8 @@ from PIL import Image
 from hvfreeze.data.data_sets import DataSplits, open_data
 from hvfreeze.data.decoding import find_broken
 from hvfreeze.data.images import TURNED, BrokenImagesError
-from hvfreeze.data.own import PROBES
 from hvfreeze.data.reading import ORIENTATION, TooLargeError
+from hvfreeze.data.sizes import MOST_PROBED
 from hvfreeze.errors import HvfreezeError, UsageError
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
         made.append(Listed(PIXELS.repeat(50, 1, 1, 1), [None] * 300, targets=torch.tensor([0, 1] * 150)))
         return made[-1]
 
-    assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == PROBES
+    assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == MOST_PROBED
 
 
 def test_an_attribute_has_sample_weights(opened: Callable[..., DataSplits]) -> None:
@@ -105,11 +105,6 @@ def test_labels_may_be_several_a_sample_or_numbers(opened: Callable[..., DataSpl
     assert opened(lambda split: Listed(PIXELS, [0, 1] * 3)).train.kind == "classes"
     assert opened(lambda split: Listed(PIXELS, [0, 1] * 3), task="numbers").train.kind == "numbers"
     assert opened(lambda split: Listed(PIXELS, [0, 1] * 3, task="labels")).train.labels.shape == (6, 1)
-
-
-def test_a_label_that_no_sample_has_is_told(opened: Callable[..., DataSplits]) -> None:
-    labels = {"train": [[1, 0], [0, 0]] * 3, "test": [[0, 1], [1, 1]] * 3}
-    assert opened(lambda split: Listed(PIXELS, labels[split])).notes == ["no training sample has label 1"]
 
 
 def test_the_folder_comes_to_a_function_that_asks_for_one(opened: Callable[..., DataSplits]) -> None:
@@ -217,12 +212,6 @@ def test_no_single_image_decides_the_size_of_all(opened: Callable[..., DataSplit
         assert {part.decode(row).shape for part in (found.train, found.test) for row in range(6)} == {(3, side, side)}
 
 
-def test_a_class_that_only_the_test_set_has_is_told(opened: Callable[..., DataSplits]) -> None:
-    labels = {"train": [0, 1, 1, 0, 0, 1], "test": [0, 3, 2, 1, 0, 2]}
-    found = opened(lambda split: Listed(PIXELS, labels[split], classes=["a", "b", "c", "d"]))
-    assert found.notes == ["no training sample has a class that the test set has: c, d"]
-
-
 class Broken(Listed):
     """Some samples cannot be read: not at all, or when the image is decoded."""
 
@@ -255,38 +244,43 @@ def test_broken_samples_are_named_or_left_out(opened: Callable[..., DataSplits],
     assert train.identity() == opened(make, skip_bad=True).train.identity()
 
 
+UNLEARNT = "no training sample has a class that the test set has"
+NUMBERED: list[tuple[Any, Any, str, str, list[str]]] = [
+    ([17, 4000, 20000, 60000] * 2, None, "", "17 4000 20000 60000", ["labels are 17, 4000, "]),
+    ([1, 2, 3, 4] * 2, None, "", "1 2 3 4", ["labels are 1, 2, 3, 4: the 4 classes are"]),
+    ([10**18, 3] * 4, None, "", f"3 {10**18}", ["labels are 3, "]),
+    ([np.array(2), 1] * 4, None, "", "1 2", ["labels are 1, 2: "]),
+    ([1, 2] * 4, [9, 1, 2, 1] * 2, "", "1 2 9", ["labels are 1, 2, 9: ", f"{UNLEARNT}: 9"]),
+    ([0, 1] * 4, [0, 3, 2, 1] * 2, "abcd", "a b c d", [f"{UNLEARNT}: c, d"]),
+    ([1, 2] * 4, None, "xab", "x a b", ["no sample has one of 1 class that are named: x"]),
+    ([[1, 0], [0, 0]] * 4, [[0, 1], [1, 1]] * 4, "", "0 1", ["no training sample has label 1"]),
+]
+
+
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize(
-    ("labels", "classes"),
-    [
-        ([17, 4000, 20000, 60000, 17, 4000], ("17", "4000", "20000", "60000")),
-        ([1, 2, 3, 4, 1, 2], ("1", "2", "3", "4")),
-        ([10**18, 3, 3, 10**18, 3, 3], ("3", str(10**18))),
-        ([np.array(2), 1, 2, 1, 2, 1], ("1", "2")),
-    ],
-)
-def test_labels_with_gaps_are_numbered_anew_and_that_is_said(
-    opened: Callable[..., DataSplits], labels: list[int], classes: tuple[str, ...], known: bool
+@pytest.mark.parametrize(("trained", "tested", "named", "classes", "notes"), NUMBERED)
+def test_labels_are_numbered_and_what_is_odd_in_them_is_told(
+    opened: Callable[..., DataSplits],
+    trained: Any,
+    tested: Any,
+    named: str,
+    classes: str,
+    notes: list[str],
+    known: bool,
 ) -> None:
-    more = {"targets": labels} if known else {}
-    found = opened(lambda split: Listed(PIXELS, labels, **more))
-    assert found.train.classes == classes
-    assert found.train.labels.tolist() == [classes.index(str(label)) for label in labels]
-    [note] = found.notes
-    assert note.startswith(f"labels are {', '.join(classes)}: the ") and "classes" in note
+    labels, images = {"train": trained, "test": tested or trained}, PIXELS[[*range(6), 0, 1]]
 
+    def make(split: str) -> Listed:
+        more = ({"classes": named} if named else {}) | ({"targets": labels[split]} if known else {})
+        return Listed(images, labels[split], **more)
 
-def test_a_label_that_only_the_test_set_has_is_numbered_too(opened: Callable[..., DataSplits]) -> None:
-    labels = {"train": [1, 2, 1, 2, 1, 2], "test": [9, 1, 2, 1, 1, 1]}
-    found = opened(lambda split: Listed(PIXELS, labels[split]))
-    assert found.train.classes == found.test.classes == ("1", "2", "9") and found.test.labels[0] == 2
-    assert found.notes[1:] == ["no training sample has a class that the test set has: 9"]
-
-
-def test_names_of_classes_that_no_sample_has_are_told(opened: Callable[..., DataSplits]) -> None:
-    found = opened(lambda split: Listed(PIXELS, [1, 2, 1, 2, 1, 2], classes=["ground", "a", "b"]))
-    assert found.train.classes == ("ground", "a", "b") and found.train.labels.tolist() == [1, 2, 1, 2, 1, 2]
-    assert found.notes == ["no sample has one of 1 class that are named: ground"]
+    found = opened(make)
+    for part, image_set in (("train", found.train), ("test", found.test)):
+        assert image_set.classes == tuple(classes.split())
+        renumbered = image_set.kind == "classes" and not named
+        wanted = [classes.split().index(str(label)) for label in labels[part]] if renumbered else labels[part]
+        assert image_set.labels.tolist() == wanted
+    assert len(found.notes) == len(notes) and all(map(str.startswith, found.notes, notes)), found.notes
 
 
 def test_a_number_for_each_sample_is_no_class(opened: Callable[..., DataSplits]) -> None:

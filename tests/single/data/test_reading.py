@@ -21,7 +21,6 @@ from hvfreeze.data.images import (
     HEAD_BYTES,
     SCALED,
     TURNED,
-    FileSource,
     count_odd,
     digest_of_files,
     head_of,
@@ -29,6 +28,7 @@ from hvfreeze.data.images import (
 )
 from hvfreeze.data.reading import ORIENTATION, READING, Reading, read_rgb
 from tests.program import call, save_photos
+from tests.single.data.files import png, source
 
 FRUIT = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8).repeat(4, 0).repeat(4, 1)
 
@@ -47,16 +47,6 @@ def save_grey(path: Path, most: int) -> np.ndarray:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(values).save(path)
     return values
-
-
-def source(*paths: Path, version: int = READING) -> FileSource:
-    return FileSource(
-        root=paths[0].parent,
-        paths=tuple(p.name for p in paths),
-        image_shape=(3, 6, 9),
-        side=None,
-        reading=Reading(version=version),
-    )
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
@@ -136,14 +126,8 @@ def test_grey_of_16_bits_is_scaled_by_the_bits_that_the_image_uses(
 
 
 def test_colour_of_16_bits_is_counted_for_pillow_gives_the_upper_8(tmp_path: Path) -> None:
-    # A PNG of 1 x 1 with 16 bits a channel, which Pillow reads and cannot write.
     path = tmp_path / "1.png"
-    path.write_bytes(
-        bytes.fromhex(
-            "89504e470d0a1a0a0000000d4948445200000001000000011002000000c0e78f9d"
-            "0000000f49444154789c63604861bfc0ff1f0005a4024a319751db0000000049454e44ae426082"
-        )
-    )
+    path.write_bytes(png(1, 1, depth=16, pixels=bytes(7)))
     assert count_odd(source(path))[COARSE] == 1 and count_odd(source(save(tmp_path / "2.png", None)))[COARSE] == 0
 
 
@@ -206,7 +190,6 @@ def test_a_run_says_what_it_turns_and_its_card_how_files_are_read(photos: Path, 
     card = tmp_path / "run/model.yaml"
     tree = yaml.safe_load(card.read_text())
     assert tree["image"].pop("reading") == READING
-    assert "as the run reported" in call("evaluate", str(tmp_path / "run")).stdout
 
     def pixels() -> list[bytes]:
         prepare = hvfreeze.load_model(tmp_path / "run").transform

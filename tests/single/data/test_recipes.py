@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.settings import parse_recipe
-from hvfreeze.data.views import Transform, parse_augment, transform_for
+from hvfreeze.data.views import Transform, parse_augment
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision
 
@@ -71,16 +70,6 @@ def test_crops_of_larger_pixels_are_windows_of_them_without_a_border() -> None:
     windows = PIXELS.unfold(2, 16, 1).unfold(3, 16, 1).flatten(2, 3)
     for row, seen in enumerate(shown(replace(PLAIN, flips=False), IDS)):
         assert any(torch.equal(seen.round().byte(), windows[row, :, place]) for place in range(81))
-
-
-def test_a_data_sets_transform_crops_only_where_pixels_are_larger() -> None:
-    digits = open_data("digits", image_size=28).train
-    settings: dict[str, Any] = {"augment": parse_augment("none"), "data_seed": 0}
-    assert transform_for(digits, **settings, image_size=24).cropped_to == 24
-    assert transform_for(digits, **settings, image_size=24).pad == 0
-    assert transform_for(digits, **settings, image_size=28).cropped_to is None
-    assert transform_for(digits, **settings, image_size=40).pad == 3
-    assert transform_for(digits, **settings, image_size=28, statistics=((0, 0, 0), (1, 1, 1))).std == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

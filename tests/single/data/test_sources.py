@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvfreeze.data.images import ArraySource, FileSource
+from hvfreeze.data.images import ArraySource
 from hvfreeze.data.reading import Reading
 from hvfreeze.errors import RefusedError, UsageError
+from tests.single.data.files import source
 
 
 def write_image(path: Path, *, width: int = 8, height: int = 8, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -22,10 +23,6 @@ def write_image(path: Path, *, width: int = 8, height: int = 8, mode: str = "RGB
         image.putalpha(128)
     image.save(path, lossless=True) if path.suffix == ".webp" else image.save(path)
     return image
-
-
-def source(root: Path, *paths: str, shape: tuple[int, int, int] = (3, 8, 8), side: int | None = None) -> FileSource:
-    return FileSource(root=root, paths=paths, image_shape=shape, side=side)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +38,7 @@ def source(root: Path, *paths: str, shape: tuple[int, int, int] = (3, 8, 8), sid
 def test_every_mode_becomes_the_rgb_that_pillow_shows(tmp_path: Path, suffix: str, modes: list[str]) -> None:
     for mode in modes:
         write_image(tmp_path / f"1{suffix}", mode=mode)
-        pixels = source(tmp_path, f"1{suffix}").decode(0)
+        pixels = source(tmp_path / f"1{suffix}").decode(0)
         assert (pixels.shape, pixels.dtype, pixels.flags.c_contiguous) == ((3, 8, 8), np.uint8, True)
         assert np.abs(pixels.astype(int) - on_white(tmp_path / f"1{suffix}")).max() <= 1
 
@@ -53,25 +50,19 @@ def on_white(path: Path) -> np.ndarray:
         return np.asarray(shown.convert("RGB")).transpose(2, 0, 1).astype(int)
 
 
-def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path) -> None:
-    values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
-    Image.fromarray(values).save(tmp_path / "1.png")
-    np.testing.assert_array_equal(source(tmp_path, "1.png").decode(0)[0], values >> 8)
-
-
 def test_palettes_with_transparency_decode_without_a_warning(tmp_path: Path) -> None:
     image = write_image(tmp_path / "1.png", mode="P")
     image.save(tmp_path / "1.png", transparency=bytes(range(256)))
-    plain = replace(source(tmp_path, "1.png"), reading=Reading(version=2))
+    plain = source(tmp_path / "1.png", reading=Reading(version=2))
     np.testing.assert_array_equal(plain.decode(0), np.asarray(image.convert("RGB")).transpose(2, 0, 1))
-    assert np.abs(source(tmp_path, "1.png").decode(0).astype(int) - on_white(tmp_path / "1.png")).max() <= 1
+    assert np.abs(source(tmp_path / "1.png").decode(0).astype(int) - on_white(tmp_path / "1.png")).max() <= 1
 
 
 def test_a_side_takes_the_centre_square_and_scales_it(tmp_path: Path) -> None:
     wide = write_image(tmp_path / "wide.png", width=21, height=8)
     square = np.asarray(wide)[:, 6:14].transpose(2, 0, 1)
-    np.testing.assert_array_equal(source(tmp_path, "wide.png", side=8).decode(0), square)
-    halved = source(tmp_path, "wide.png", shape=(3, 4, 4), side=4).decode(0)
+    np.testing.assert_array_equal(source(tmp_path / "wide.png", side=8).decode(0), square)
+    halved = source(tmp_path / "wide.png", image_shape=(3, 4, 4), side=4).decode(0)
     # Antialiased: every source pixel counts, so the mean survives where picking pixels would not keep it.
     assert halved.shape == (3, 4, 4)
     assert abs(float(halved.mean()) - float(square.mean())) < 4
@@ -97,7 +88,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: object, word:
     else:
         path.unlink()
     with pytest.raises(RefusedError) as refusal:
-        source(tmp_path, "1.png", shape=(3, 64, 64)).decode(0)
+        source(tmp_path / "1.png", image_shape=(3, 64, 64)).decode(0)
     assert str(path) in str(refusal.value)
     assert word in str(refusal.value)
 
@@ -111,23 +102,23 @@ def test_pixels_without_a_known_range_are_refused(tmp_path: Path, name: str, pix
     Image.fromarray(np.full((8, 8), 300, dtype=pixels)).save(tmp_path / name)
     told = rf"{name} cannot be used: pixels of mode {mode} have no known range; convert it to 8 bits$"
     with pytest.raises(RefusedError, match=told):
-        source(tmp_path, name).decode(0)
+        source(tmp_path / name).decode(0)
 
 
 def test_another_size_without_a_side_is_a_usage_error_that_names_the_file(tmp_path: Path) -> None:
     write_image(tmp_path / "odd.png", width=9, height=7)
     with pytest.raises(UsageError, match=r"odd.png has 9x7 pixels, others have 8x8; use --image-size"):
-        source(tmp_path, "odd.png").decode(0)
+        source(tmp_path / "odd.png").decode(0)
 
 
 def test_a_file_sources_identity_follows_paths_sizes_of_files_and_of_images(tmp_path: Path) -> None:
-    paths = ("a.png", "b.png")
+    paths = tmp_path / "a.png", tmp_path / "b.png"
     for seed, path in enumerate(paths):
-        write_image(tmp_path / path, seed=seed)
-    first = source(tmp_path, *paths)
+        write_image(path, seed=seed)
+    first = source(*paths)
     others = [
-        source(tmp_path, *paths[::-1]),
-        source(tmp_path, *paths, shape=(3, 4, 4), side=4),
+        source(*paths[::-1]),
+        source(*paths, image_shape=(3, 4, 4), side=4),
         replace(first, num_bytes=np.array([10, 20])),
         replace(first, num_bytes=np.array([20, 10])),
     ]
@@ -143,7 +134,7 @@ def test_arrays_decode_to_themselves_or_their_resized_centre_and_identify_by_pix
     np.testing.assert_array_equal(kept.decode(2), pixels[2])
     np.testing.assert_array_equal(ArraySource(pixels=pixels, side=8).decode(2), pixels[2])
     Image.fromarray(pixels[1].transpose(1, 2, 0)).save(tmp_path / "1.png")
-    np.testing.assert_array_equal(halved.decode(1), source(tmp_path, "1.png", shape=(3, 4, 4), side=4).decode(0))
+    np.testing.assert_array_equal(halved.decode(1), source(tmp_path / "1.png", image_shape=(3, 4, 4), side=4).decode(0))
     changed = pixels.copy()
     changed[2, 2, 7, 7] ^= 1
     identities = {s.identity(local=True) for s in (kept, halved, ArraySource(pixels=changed, side=None))}

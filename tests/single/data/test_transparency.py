@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import io
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from PIL import Image, ImageDraw
+from PIL import Image
 
 import hvfreeze
-from hvfreeze.data.images import FRAMES, TRANSPARENT, FileSource, count_odd, head_of, is_plain
+from hvfreeze.data.images import FRAMES, TRANSPARENT, count_odd, head_of, is_plain
 from hvfreeze.data.reading import READING, Reading, read_rgb, to_rgb
-from tests.program import call
+from tests.program import call, save_photos
+from tests.single.data.files import png, source
 
 OLD = Reading(version=2)
 DRAWING = Image.fromarray(
@@ -25,15 +25,9 @@ WHERE = np.array([[True, False], [True, False]]).repeat(4, 0).repeat(4, 1)
 """Where it is not opaque."""
 
 
-def png(depth: int, kind: int, row: bytes, transparent: bytes, *, width: int = 2) -> bytes:
-    """A PNG of one row, which Pillow reads and cannot write."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-    header = struct.pack(">IIBBBBB", width, 1, depth, kind, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+def keyed(depth: int, kind: int, row: bytes, transparent: bytes) -> bytes:
+    """A PNG file of two pixels, of which the first has the value that is transparent."""
+    return png(2, 1, depth=depth, kind=kind, pixels=b"\0" + row, chunks=[(b"tRNS", transparent)])
 
 
 def encoded(image: Image.Image, kind: str, **more: object) -> bytes:
@@ -52,22 +46,16 @@ FILES = {
     "lossy.webp": encoded(DRAWING, "WEBP", quality=100),
     "1.gif": encoded(DRAWING, "GIF"),
 }
+COLOUR = struct.pack(">HHH", 0x1234, 0x5678, 0x9ABC)
 KEYED = {
-    "bit": png(1, 0, bytes([0b01000000]), struct.pack(">H", 0)),
-    "two bits": png(2, 0, bytes([0b11000000]), struct.pack(">H", 3)),
-    "four bits": png(4, 0, bytes([0xF0]), struct.pack(">H", 15)),
-    "grey": png(8, 0, bytes([7, 0]), struct.pack(">H", 7)),
-    "16-bit grey": png(16, 0, struct.pack(">HH", 300, 0), struct.pack(">H", 300)),
-    "colour": png(8, 2, bytes([1, 2, 3, 0, 0, 0]), struct.pack(">HHH", 1, 2, 3)),
-    "16-bit colour": png(
-        16, 2, struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0, 0, 0), struct.pack(">HHH", 0x1234, 0x5678, 0x9ABC)
-    ),
+    "bit": keyed(1, 0, bytes([0b01000000]), b"\0\0"),
+    "two bits": keyed(2, 0, bytes([0b11000000]), b"\0\3"),
+    "four bits": keyed(4, 0, bytes([0xF0]), b"\0\x0f"),
+    "grey": keyed(8, 0, bytes([7, 0]), b"\0\7"),
+    "16-bit grey": keyed(16, 0, struct.pack(">HH", 300, 0), struct.pack(">H", 300)),
+    "colour": keyed(8, 2, bytes([1, 2, 3, 0, 0, 0]), b"\0\1\0\2\0\3"),
+    "16-bit colour": keyed(16, 2, COLOUR + bytes(6), COLOUR),
 }
-"""The first pixel has the value that is transparent."""
-
-
-def source(path: Path) -> FileSource:
-    return FileSource(root=path.parent, paths=(path.name,), image_shape=(3, 8, 8), side=None)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -100,9 +88,7 @@ def test_an_alpha_channel_that_hides_nothing_changes_nothing(tmp_path: Path, kin
     path.write_bytes(encoded(opaque.convert(mode), kind))
     np.testing.assert_array_equal(np.asarray(read_rgb(path)), np.asarray(read_rgb(path, reading=OLD)))
     assert count_odd(source(path))[TRANSPARENT] == 0
-    assert source(path).identity(local=False) == FileSource(
-        root=path.parent, paths=(path.name,), image_shape=(3, 8, 8), side=None, reading=OLD
-    ).identity(local=False)
+    assert source(path).identity(local=False) == source(path, reading=OLD).identity(local=False)
 
 
 @pytest.mark.parametrize("mode", ["RGBa", "La"])
@@ -115,13 +101,7 @@ def test_another_background_gives_rows_of_a_cache_another_identity(tmp_path: Pat
     path = tmp_path / "1.png"
     path.write_bytes(FILES["1.png"])
     readings = (OLD, Reading(), Reading(background=(0, 0, 0)))
-    known = {
-        FileSource(root=tmp_path, paths=("1.png",), image_shape=(3, 8, 8), side=None, reading=each).identity(
-            local=False
-        )
-        for each in readings
-    }
-    assert len(known) == 3
+    assert len({source(path, reading=each).identity(local=False) for each in readings}) == 3
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
@@ -132,49 +112,29 @@ def test_files_of_several_frames_or_pages_are_counted(tmp_path: Path, kind: str)
     assert count_odd(source(path))[FRAMES] == 1
     picture.save(path, kind)
     assert count_odd(source(path))[FRAMES] == 0
+    # A photograph with a preview in its file.
+    picture.save(path, "MPO", save_all=True, append_images=[picture])
+    assert count_odd(source(path))[FRAMES] == 0
 
 
-def test_a_photograph_with_a_preview_in_its_file_has_one_frame(tmp_path: Path) -> None:
-    picture = DRAWING.convert("RGB")
-    picture.save(tmp_path / "1.jpg", "MPO", save_all=True, append_images=[picture])
-    assert count_odd(source(tmp_path / "1.jpg"))[FRAMES] == 0
-
-
-def draw_shapes(folder: Path, mode: str) -> Path:
-    """Black drawings on a transparent ground."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 12), ("test", 4)):
-        for name in ("disc", "cross"):
-            (folder / part / name).mkdir(parents=True)
-            for number in range(count):
-                image = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
-                draw, (x, y) = ImageDraw.Draw(image), rng.integers(4, 12, 2).tolist()
-                if name == "disc":
-                    draw.ellipse((x, y, x + 14, y + 14), fill=(0, 0, 0, 255))
-                else:
-                    draw.line((x, y + 7, x + 14, y + 7), fill=(0, 0, 0, 255), width=3)
-                    draw.line((x + 7, y, x + 7, y + 14), fill=(0, 0, 0, 255), width=3)
-                image.convert(mode).save(folder / part / name / f"{number}.png")
-    return folder
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_them(tmp_path: Path, mode: str) -> None:
-    folder, run = draw_shapes(tmp_path / "shapes", mode), tmp_path / "run"
+def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_them(tmp_path: Path) -> None:
+    folder, run = save_photos(tmp_path / "photos", training=12), tmp_path / "run"
+    for path in folder.glob("*/a/*.png"):
+        DRAWING.resize((32, 32), Image.Resampling.NEAREST).convert("LA").save(path)
     flags = "--model mlp-16x16 --data imagefolder --batch-size 8 --epochs 1 --threads 1 --background 200,190,180"
     outcome = call("train", *flags.split(), "--data-dir", str(folder), "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
-    assert f"24 of 24 train {TRANSPARENT}" in outcome.stdout and "no effect" not in outcome.stdout
+    assert f"12 of 24 train {TRANSPARENT}" in outcome.stdout and "no effect" not in outcome.stdout
     tree = yaml.safe_load((run / "model.yaml").read_text())
     assert tree["image"]["reading"] == READING and tree["image"]["background"] == [200, 190, 180]
     assert "as the run reported" in call("evaluate", str(run)).stdout
-    path = folder / "test" / "disc" / "0.png"
+    path = folder / "test" / "a" / "00.png"
     assert (hvfreeze.load_model(run).preparation.pixels_of(path)[:, 0, 0] == (200, 190, 180)).all()
     # A model of before goes on to see what lies in the file behind what is transparent.
     del tree["image"]["background"], tree["image"]["fit"]
     tree["image"]["reading"] = 2
     (run / "model.yaml").write_text(yaml.safe_dump(tree))
-    assert (hvfreeze.load_model(run).preparation.pixels_of(path) == 0).all()
+    assert (hvfreeze.load_model(run).preparation.pixels_of(path)[:, 0, 0] == 0).all()
 
 
 @pytest.mark.parametrize("value", ["pink", "1,2", "1,2,256", "1,2,0.5", "0,-1,0", ""])

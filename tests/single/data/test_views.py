@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.views import MIRRORED, Augment, Transform, parse_augment, transform_for
+from hvfreeze.data.views import MIRRORED, Transform, parse_augment, transform_for
 from hvfreeze.errors import UsageError
 
 SEED = 11
@@ -80,7 +80,7 @@ def test_seed_sample_and_view_each_change_the_draw(change: dict[str, Any]) -> No
 
 
 def test_views_are_crops_out_of_a_black_border_and_all_crops_occur() -> None:
-    drawn = {shifts_of(sample, view)[:2] for sample in range(50) for view in range(8)}
+    drawn = {shifts_of(sample, view)[:2] for sample in range(40) for view in range(5)}
     assert drawn == {(top, left) for top in range(5) for left in range(5)}
 
 
@@ -162,22 +162,23 @@ def test_identities_differ_when_anything_that_makes_a_view_differs() -> None:
     assert identities[0] == replace(PLAIN).identity()
 
 
-def test_a_data_sets_transform_pads_an_eighth_of_the_side() -> None:
-    splits = open_data("digits")
-    transform = transform_for(splits.train, augment=parse_augment("views:2"), data_seed=3, image_size=48)
-    assert (transform.pad, transform.flips, transform.image_size, transform.data_seed) == (4, False, 48, 3)
+def test_a_data_sets_transform_pads_an_eighth_of_the_side_or_crops_larger_pixels() -> None:
+    digits = open_data("digits", image_size=28).train
+    settings: dict[str, Any] = {"augment": parse_augment("views:2"), "data_seed": 3}
+    for image_size, cropped_to, pad in ((24, 24, 0), (28, None, 3), (40, None, 3)):
+        made = transform_for(digits, **settings, image_size=image_size)
+        assert (made.cropped_to, made.pad, made.image_size) == (cropped_to, pad, image_size)
+        assert (made.flips, made.data_seed) == (False, 3)
+    assert transform_for(digits, **settings, image_size=28, statistics=((0, 0, 0), (1, 1, 1))).std == (1, 1, 1)
 
 
-def test_augment_values_are_read_and_written_alike() -> None:
-    for text, num_views in (("none", 1), ("fresh", 0), ("views:1", 1), ("views:12", 12)):
-        assert parse_augment(text).num_views == num_views
-        assert str(parse_augment(text)) == text
-    assert parse_augment("views:2") == Augment("views", 2)
+@pytest.mark.parametrize(("text", "num_views"), [("none", 1), ("fresh", 0), ("views:1", 1), ("views:65536", 65536)])
+def test_augment_values_are_read_and_written_alike(text: str, num_views: int) -> None:
+    augment = parse_augment(text)
+    assert (augment.num_views, str(augment)) == (num_views, text)
 
 
-@pytest.mark.parametrize(
-    "text", ["views", "views:", "views:0", "views:-1", "views:1.5", "views:70000", "flip", "", "x:2"]
-)
+@pytest.mark.parametrize("text", ["views", "views:", "views:0", "views:-1", "views:1.5", "views:65537", "flip", ""])
 def test_unknown_augment_values_are_refused_with_the_choices(text: str) -> None:
     with pytest.raises(UsageError, match=r"--augment \(.*\) must be fresh, none or views:K"):
         parse_augment(text)

@@ -56,20 +56,23 @@ def test_a_list_that_is_no_list_of_hosts_is_refused(text: str) -> None:
         hosts.parse_hosts(text)
 
 
-@pytest.mark.parametrize("text", ["", "# nobody\n", "a slots=two\n", "a\na\n", None])
-def test_a_file_that_is_no_hostfile_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "hosts").write_text(text)
-    with pytest.raises(
-        UsageError, match=f"{tmp_path / 'hosts'}" + (" cannot be read: No such file" if text is None else "")
-    ):
-        hosts.read_hostfile(tmp_path / "hosts")
-
-
-def test_a_hostfile_of_another_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_bytes("node0 slots=1\n".encode("utf-16"))
-    with pytest.raises(UsageError, match="is not UTF-8 text; give a file with one host per line"):
-        hosts.read_hostfile(tmp_path / "hosts")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "names no host"),
+        (b"# nobody\n", "names no host"),
+        (b"a slots=two\n", "must be NAME or NAME:SLOTS"),
+        (b"a\na\n", "names a more than once"),
+        ("node0 slots=1\n".encode("utf-16"), "is not UTF-8 text; give a file with one host per line"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_no_hostfile_is_refused_by_name(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "hosts"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--hostfile {file}.*{message}"):
+        hosts.read_hostfile(file)
 
 
 def clock(time: float, *, answered: float = 1001.0) -> CheckResult:
@@ -234,10 +237,18 @@ def test_a_python_without_its_library_is_told_from_none(
     assert answer.error == error and remedy in answer.remedy
 
 
+def facts_of_this_machine(*flags: str, **order: object) -> dict[str, Any]:
+    """The answer of the probe, run by `python FLAGS -` as on another host."""
+    words = json.dumps({"do": "facts", "cache_dir": "", "data_dir": "", "ports": [], **order})
+    text = Path(remote.__file__).read_text()
+    said: dict[str, Any] = json.loads(
+        subprocess.check_output([sys.executable, *flags, "-", words], input=text, text=True)
+    )
+    return said
+
+
 def test_a_directory_that_cannot_be_made_is_found_by_the_probe() -> None:
-    order = {"do": "facts", "cache_dir": "/proc/cache", "data_dir": "/no/such", "ports": []}
-    probe = [sys.executable, "-", json.dumps(order)]
-    said = json.loads(subprocess.check_output(probe, input=Path(remote.__file__).read_text(), text=True))
+    said = facts_of_this_machine(cache_dir="/proc/cache", data_dir="/no/such")
     assert said["cache"] == "No such file or directory"
     assert said["data"] == "error: No such file or directory"
     assert said["versions"]["torch"] not in ("missing", "unknown")
@@ -245,9 +256,7 @@ def test_a_directory_that_cannot_be_made_is_found_by_the_probe() -> None:
 
 
 def test_the_probe_needs_nothing_that_a_bare_python_lacks() -> None:
-    order = json.dumps({"do": "facts", "cache_dir": "", "data_dir": "", "ports": []})
-    probe = [sys.executable, "-I", "-S", "-", order]
-    said = json.loads(subprocess.check_output(probe, input=Path(remote.__file__).read_text(), text=True, cwd="/"))
+    said = facts_of_this_machine("-I", "-S")
     assert (said["versions"]["torch"], said["code"]) == ("missing", "missing")
 
 

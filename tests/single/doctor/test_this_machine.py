@@ -109,7 +109,16 @@ def test_a_library_that_crashes_is_silent_or_absent_is_an_error_in_words() -> No
     assert run_and_read(["hvfreeze-no-such-program"]) == ("", "hvfreeze-no-such-program is not on the PATH")
     silent = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert run_and_read(silent, timeout_seconds=0.2)[1].startswith("no answer within")
-    assert probe("no-such-library").error == "KeyError: 'no-such-library' (exit 1)"
+
+
+def test_libraries_are_probed_in_one_process_until_one_fails() -> None:
+    found = probe("h5py", "no-such-library", "another")
+    assert {name: each.error for name, each in found.items()} == {
+        "h5py": "",
+        "no-such-library": "KeyError: 'no-such-library' (exit 1)",
+        "another": "KeyError: 'another' (exit 1)",
+    }
+    assert found["h5py"].facts.keys() == {"version", "hdf5"}
 
 
 @pytest.mark.parametrize(("confirm", "verdict"), [("1", "OK"), ("0", "note"), (None, "note")])
@@ -122,7 +131,7 @@ def test_root_is_allowed_to_start_ranks_by_both_variables_alone(
     if confirm is not None:
         monkeypatch.setenv(confirmed, confirm)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(checks, "probe", lambda name: BROKEN)
+    monkeypatch.setattr(checks, "probe", lambda *names: dict.fromkeys(names, BROKEN))
     monkeypatch.setattr(checks, "run_and_read", lambda command: ("", "absent"))
     (user,) = [check for check in checks.local_checks() if check.name == "user"]
     assert user.verdict == verdict

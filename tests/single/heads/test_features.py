@@ -11,12 +11,10 @@ from torch.nn import functional
 
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.features import (
-    EveryBlock,
     MeanWithMirrorImage,
     before_last_layer,
     every_block,
     grid_of,
-    part_of,
     pooled,
     token_forms,
 )
@@ -131,26 +129,6 @@ def test_tokens_are_averaged_and_not_their_channels(last: bool) -> None:
     assert exits.critics[0].features.in_features == 8, "channels, not tokens"
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_t"])
-def test_a_blocks_output_is_laid_out_as_the_head_reads_it(name: str) -> None:
-    chain = cut_into_blocks(build_model(name, num_classes=3, image_size=32).model.eval())
-    images, parts = torch.randn(2, 3, 32, 32), list[Tensor]()
-    read = every_block(chain, pool=2, example=images)
-    with torch.no_grad():
-        x = images
-        for number, block in enumerate(chain.blocks[:-1]):
-            x = block(x)
-            parts.append(part_of(read, number, x))
-        torch.testing.assert_close(torch.cat(parts, 1), read(images))
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_tokens_are_laid_out_by_block(last: bool) -> None:
-    block, images = Tokens(last=last), torch.randn(2, 3, 16, 16)
-    read = every_block(turned_chain(block), pool=2, example=images)
-    assert part_of(read, 0, block(images)).equal(read(images))
-
-
 @pytest.mark.parametrize("name", ["vit_b_16", "swin_t", "resnet18"])
 def test_tokens_are_read_as_class_token_mean_or_grid(name: str) -> None:
     vit: Any = torchvision.models.VisionTransformer
@@ -166,7 +144,7 @@ def test_tokens_are_read_as_class_token_mean_or_grid(name: str) -> None:
             expected = tokens[:, 0]
             if form == "grid":
                 expected = functional.adaptive_avg_pool2d(tokens[:, 1:].mT.reshape(2, 16, 4, 4), 2).flatten(1)
-            assert part_of(read, 1, tokens).equal(expected)
+            assert read.part(1, tokens).equal(expected)
             torch.testing.assert_close(read(images)[:, expected.shape[1] : 2 * expected.shape[1]], expected)
 
 
@@ -188,14 +166,6 @@ def test_maps_of_which_nothing_tells_where_channels_are_get_refused() -> None:
             every_block(chain, pool=2, example=torch.zeros(1, 3, 16, 16))
         clear = turned_chain(Turned(3, 5, out=out, side=16))
         assert every_block(clear, pool=2, example=torch.zeros(1, 3, 16, 16))(torch.randn(1, 3, 16, 16)).shape == (1, 20)
-
-
-def test_rows_of_blocks_in_one_layout_are_filed_as_they_were() -> None:
-    for name in ("resnet18", "swin_t"):
-        chain = cut_into_blocks(build_model(name, num_classes=3, image_size=32).model.eval())
-        read = every_block(chain, pool=2, example=torch.zeros(1, 3, 32, 32))
-        assert type(read) is EveryBlock and set(vars(read)) == {"_blocks", "_pool", "_channels_last"}
-        assert vars(read)["_channels_last"] is (name == "swin_t")
 
 
 def test_the_last_layer_is_found_behind_containers_and_the_steps_before_it_give_what_it_takes() -> None:

@@ -74,14 +74,13 @@ def linear(task: Task, labels: Tensor, *, weights: Tensor | None = None, **optio
     return fit
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("few", "centres"), [(1_500, None), (100, None), (100, ROWS - 1)])
 def test_numbers_are_fitted_as_by_kernel_ridge_with_sample_weights(
-    few: int, centres: int | None, *, weighted: bool, monkeypatch: pytest.MonkeyPatch
+    few: int, centres: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "FEW", few)
-    features, _, given = table()
-    labels, weights = numbers_of(features), given if weighted else None
+    features, _, weights = table()
+    labels = numbers_of(features)
     fit = kernel(Numbers(2), labels, weights=weights, penalties=[0.1], tolerance=1e-7, centres=centres)
     head = KernelHead(12, 2, bias=True)
     take(head, fit)
@@ -89,9 +88,9 @@ def test_numbers_are_fitted_as_by_kernel_ridge_with_sample_weights(
     torch.testing.assert_close(fit.answers, said, atol=1e-2, rtol=1e-3)
     rows = features @ fit.projection.t() + fit.shift
     gram = torch.exp(-torch.cdist(rows.double(), rows.double()).square()).numpy()
-    mean, deviation = moments(labels, given if weighted else torch.ones(ROWS))
+    mean, deviation = moments(labels, weights)
     reference = KernelRidge(alpha=0.1, kernel="precomputed")
-    reference.fit(gram, (labels.numpy() - mean) / deviation, sample_weight=None if weights is None else weights.numpy())
+    reference.fit(gram, (labels.numpy() - mean) / deviation, sample_weight=weights.numpy())
     wanted = reference.predict(gram) * deviation + mean
     # One row that is no centre changes little.
     np.testing.assert_allclose(said.numpy() / deviation, wanted / deviation, atol=0.1 if centres else 1e-3)
@@ -109,10 +108,9 @@ def test_held_out_numbers_choose_the_penalty_and_are_judged(few: int, monkeypatc
     assert fit.chosen.held_out_loss == pytest.approx(1 - fit.chosen.held_out_accuracy, abs=0.15)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_linear_numbers_are_those_of_ridge(*, weighted: bool) -> None:
-    features, _, given = table()
-    labels, weights = numbers_of(features), given if weighted else torch.ones(ROWS)
+def test_linear_numbers_are_those_of_ridge() -> None:
+    features, _, weights = table()
+    labels = numbers_of(features)
     fit = linear(Numbers(2), labels, weights=weights, penalties=[0.01], tolerance=1e-4)
     # The loss is the mean over the two outputs.
     mean, deviation = moments(labels, weights)
@@ -124,10 +122,9 @@ def test_linear_numbers_are_those_of_ridge(*, weighted: bool) -> None:
     np.testing.assert_allclose((said - mean) / deviation, wanted, atol=1e-3)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_each_label_has_a_logistic_regression_of_its_own(*, weighted: bool) -> None:
-    features, _, given = table()
-    labels, weights = labels_of(features), given if weighted else torch.ones(ROWS)
+def test_each_label_has_a_logistic_regression_of_its_own() -> None:
+    features, _, weights = table()
+    labels = labels_of(features)
     fit = linear(MultiLabel(3), labels, weights=weights, penalties=[0.001], tolerance=1e-4)
     said = (features @ fit.weight.t() + fit.bias).numpy()
     features = standardised(features, weights)
@@ -159,7 +156,7 @@ SOLVERS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("task", [Classes(CLASSES), MultiLabel(3), Numbers(2)], ids=lambda task: task.kind)
+@pytest.mark.parametrize("task", [Classes(CLASSES), MultiLabel(3)], ids=lambda task: task.kind)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_weight_is_the_number_of_times_that_a_row_is_there(
     solver: str, task: Task, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +164,7 @@ def test_a_weight_is_the_number_of_times_that_a_row_is_there(
     few, fit = SOLVERS[solver]
     monkeypatch.setattr(fitting, "FEW", few)
     features, classes, held_out = labelled_table(ROWS)
-    labels = {"classes": classes, "labels": labels_of(features), "numbers": numbers_of(table()[0])}[task.kind]
+    labels = {"classes": classes, "labels": labels_of(features)}[task.kind]
     times = 1 + torch.arange(ROWS) % 3
     place = torch.arange(ROWS).repeat_interleave(times)
     asked: dict[str, Any] = {"task": task, "world": SoloWorld(), "penalties": [0.1], "tolerance": 1e-6}

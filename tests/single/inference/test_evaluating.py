@@ -17,6 +17,7 @@ import hvfreeze
 from hvfreeze.errors import RefusedError
 from hvfreeze.inference.evaluate import (
     EvaluatedSamples,
+    Result,
     describe,
     judge,
     measure,
@@ -25,11 +26,12 @@ from hvfreeze.inference.evaluate import (
     samples_in,
     write_result,
 )
+from hvfreeze.inference.exits import Answering
 from tests.program import call, save_photos
 from tests.single.data.test_cifar import CLASSES as CIFAR_CLASSES
 from tests.single.data.test_cifar import write_cifar10
 from tests.single.inference.conftest import CLASSES, Finished, train
-from tests.single.inference.test_predicting import refused
+from tests.single.refusing import refused
 
 
 def test_the_runs_own_samples_give_what_the_run_reported(finished: Finished, tmp_path: Path) -> None:
@@ -63,9 +65,9 @@ def test_the_runs_own_samples_give_what_the_run_reported(finished: Finished, tmp
 
 def test_images_of_a_folder_are_evaluated_wherever_their_classes_lie(finished: Finished, tmp_path: Path) -> None:
     applied = hvfreeze.load_model(finished.run)
-    own = measure(applied, own_samples(applied, finished.run))
+    own = measure(Answering(applied), own_samples(applied, finished.run))
     for folder in (finished.images, finished.images / "test"):
-        again = measure(applied, samples_in(applied, folder))
+        again = measure(Answering(applied), samples_in(applied, folder))
         assert again.rows == own.rows and again.loss == own.loss and np.array_equal(again.confusion, own.confusion)
     shutil.copytree(finished.images / "test" / "red", tmp_path / "Valid" / "red")
     (tmp_path / "Valid" / "blue").mkdir()
@@ -75,38 +77,35 @@ def test_images_of_a_folder_are_evaluated_wherever_their_classes_lie(finished: F
 
 
 def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_path: Path) -> None:
-    folder, classes = tmp_path / "test", tmp_path / "tables"
+    folder, out = tmp_path / "test", tmp_path / "tables"
     shutil.copytree(finished.images / "test", folder)
     bad = [folder / part for part in ("blue/00.png", "blue/06.png", "red/03.png")]
     for path in bad:
         path.write_bytes(path.read_bytes()[:80])
-    partial = tmp_path / "partial"
-    refused = call("evaluate", str(finished.run), "--data-dir", str(folder), "--out", str(partial))
+    evaluated = ("evaluate", str(finished.run), "--data-dir", str(folder))
+    refused = call(*evaluated, "--out", str(out))
     assert refused.returncode == 3 and len(refused.messages) == 1, str(refused)
     assert all(str(path) in refused.messages[0] for path in bad), str(refused)
     # The others have their result all the same.
     assert f"on 18 images of {folder}: top-1" in refused.stdout and "3 images left out" in refused.stdout, str(refused)
-    outcome = call("evaluate", str(finished.run), "--data-dir", str(folder), "--skip-bad", "--out", str(classes))
-    assert outcome.returncode == 0 and "3 images left out as unreadable" in outcome.stdout, str(outcome)
-    found = json.loads((classes / "evaluation.json").read_text())
-    assert json.loads((partial / "evaluation.json").read_text()) == found
+    found = json.loads((out / "evaluation.json").read_text())
+    assert (found["samples"], found["left_out"]) == (18, 3)
+    skipped = call(*evaluated, "--skip-bad")
+    assert skipped.returncode == 0 and "3 images left out as unreadable" in skipped.stdout, str(skipped)
     for path in bad:
         path.unlink()
-    again = call("evaluate", str(finished.run), "--data-dir", str(folder), "--out", str(tmp_path / "again"))
-    assert again.returncode == 0
-    whole = json.loads((tmp_path / "again" / "evaluation.json").read_text())
-    assert (found["samples"], found["left_out"], whole["left_out"]) == (18, 3, 0)
-    assert found["accuracy"] == whole["accuracy"] and found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
-
-
-def test_where_no_image_can_be_used_there_is_no_result(finished: Finished, tmp_path: Path) -> None:
-    folder = tmp_path / "test"
-    (folder / "red").mkdir(parents=True)
-    (folder / "red" / "0.png").write_bytes(b"no image")
+    whole = call(*evaluated)
+    for outcome in (refused, skipped):
+        assert [line for line in outcome.stdout.splitlines() if not line.startswith(("note", "tables"))] == (
+            whole.stdout.splitlines()
+        )
+    none = tmp_path / "none" / "red"
+    none.mkdir(parents=True)
+    (none / "0.png").write_bytes(b"no image")
     for flags in ([], ["--skip-bad"]):
-        refused = call("evaluate", str(finished.run), "--data-dir", str(folder), *flags)
+        refused = call("evaluate", str(finished.run), "--data-dir", str(none.parent), *flags)
         assert refused.returncode == 3 and "top-1" not in refused.stdout, str(refused)
-        assert str(folder / "red" / "0.png") in refused.messages[0]
+        assert str(none / "0.png") in refused.messages[0]
 
 
 def test_held_out_samples_are_evaluated_where_the_run_was(tmp_path: Path) -> None:
@@ -119,44 +118,44 @@ def test_held_out_samples_are_evaluated_where_the_run_was(tmp_path: Path) -> Non
     assert "as the run reported" in outcome.stdout
     line = json.loads((run / "metrics.jsonl").read_text())
     applied = hvfreeze.load_model(run)
-    assert measure(applied, own_samples(applied, run)).loss == pytest.approx(line["test_loss"], rel=1e-12)
+    assert measure(Answering(applied), own_samples(applied, run)).loss == pytest.approx(line["test_loss"], rel=1e-12)
+
+
+def judged(labels: torch.Tensor, answered: torch.Tensor, classes: tuple[str, ...]) -> Result:
+    """The result of a model that is sure of these classes."""
+    return judge(labels, 9.0 * torch.eye(len(classes))[answered], classes, sizes=[len(labels)])
+
+
+def samples_of(labels: torch.Tensor, *, own: bool) -> EvaluatedSamples:
+    return EvaluatedSamples(lambda row: np.zeros((3, 4, 4), np.uint8), labels, "samples", own=own)
 
 
 def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
     labels, answered = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 0, 1, 1, 1, 1])
     applied = hvfreeze.load_model(finished.run)
-    result = judge(labels, answered, applied.classes, among_best=6, loss=0.5)
+    result = judged(labels, answered, applied.classes)
     assert result.confusion.tolist() == [[2, 1, 0], [0, 3, 0], [0, 0, 0]]
-    assert [(row["samples"], row["answered"], row["correct"]) for row in result.rows] == [
-        (3, 2, 2),
-        (3, 4, 3),
-        (0, 0, 0),
+    columns = ("samples", "answered", "correct", "recall", "precision")
+    assert [tuple(row[name] for name in columns) for row in result.rows] == [
+        (3, 2, 2, 2 / 3, 1.0),
+        (3, 4, 3, 1.0, 0.75),
+        (0, 0, 0, None, None),
     ]
-    assert [row["recall"] for row in result.rows] == [2 / 3, 1.0, None]
-    assert [row["precision"] for row in result.rows] == [1.0, 0.75, None]
-    assert (result.count, result.correct, result.accuracy) == (6, 5, 5 / 6)
-    told = describe(applied, EvaluatedSamples(lambda row: None, labels, "samples", own=True), result)  # type: ignore[arg-type,return-value]
-    assert "the run reported" in told and len(told.splitlines()) == 5
+    assert (result.count, result.correct, result.accuracy, result.among_best) == (6, 5, 5 / 6, 6)
+    told = describe(applied, samples_of(labels, own=True), result)
+    assert "the run reported" in told and len(told.splitlines()) == 7
     odd = replace(applied, classes=("a\nb", "\x1b[0m", "c"))
-    result = judge(labels, answered, odd.classes, among_best=6, loss=0.5)
-    told = describe(odd, EvaluatedSamples(lambda row: None, labels, "samples", own=False), result)  # type: ignore[arg-type,return-value]
-    assert [line.split()[:2] for line in told.splitlines()[2:]] == [["a\\nb", "3"], ["\\x1b[0m", "3"]]
+    told = describe(odd, samples_of(labels, own=False), judged(labels, answered, odd.classes))
+    assert [line.split()[:2] for line in told.splitlines()[2:4]] == [["a\\nb", "3"], ["\\x1b[0m", "3"]]
 
 
-@pytest.mark.parametrize(
-    ("classes", "first"),
-    [
-        (("true class", "b", "c"), "true class (row)"),
-        (("true class (row)", "true class", "c"), "true class (row) (row)"),
-    ],
-)
 def test_rows_of_the_confusions_keep_their_names_whatever_classes_are_called(
-    finished: Finished, tmp_path: Path, classes: tuple[str, ...], first: str
+    finished: Finished, tmp_path: Path
 ) -> None:
+    classes, first = ("true class (row)", "true class", "c"), "true class (row) (row)"
     labels = torch.tensor([0, 1, 1, 2])
     applied = replace(hvfreeze.load_model(finished.run), classes=classes)
-    result = judge(labels, labels, classes, among_best=4, loss=0.5)
-    write_result(applied, EvaluatedSamples(lambda row: None, labels, "samples", own=True), result, out=tmp_path)  # type: ignore[arg-type,return-value]
+    write_result(applied, samples_of(labels, own=True), judged(labels, labels, classes), out=tmp_path)
     with (tmp_path / "confusion.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row.pop(first) for row in rows] == list(classes) and list(rows[0]) == list(classes)

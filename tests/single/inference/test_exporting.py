@@ -131,30 +131,3 @@ def test_a_module_that_torch_cannot_follow_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(RefusedError, match="Undecided cannot be exported"):
         exporting.write_torch(Undecided(), tmp_path / "classifier.pt2", torch.randn(2, 3), {})
     assert not (tmp_path / "classifier.pt2").exists()
-
-
-def test_a_model_of_transformers_is_written_as_its_library_reads_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    library: Any = transformers
-    config = library.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8
-    )
-    library.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    run, flags = tmp_path / "run", ["--train-samples", "64", "--batch-size", "16", "--epochs", "1", "--threads", "1"]
-    made = call("train", "--model", f"hf:{tmp_path / 'vit'}", *flags, "--run-dir", str(run))
-    assert made.returncode == 0, str(made)
-    made = call("export", str(run), "--format", "transformers")
-    assert made.returncode == 0 and "largest difference" in made.stdout, str(made)
-    again, applied = library.AutoModelForImageClassification.from_pretrained(run / "transformers"), load_model(run)
-    images = applied.preparation.normalised(some_pixels(applied, 3))
-    with torch.no_grad():
-        torch.testing.assert_close(again.eval()(images).logits, applied.logits(images))
-    assert again.config.id2label[3] == "3" and again.config.problem_type == "single_label_classification"
-    assert "library_name: transformers" in (run / "transformers" / "README.md").read_text()
-    refused(call("export", str(run), "--format", "transformers"), 2, "must be a new or an empty folder")
-
-
-def test_other_models_are_no_models_of_transformers(trained: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    outcome = call("export", str(trained), "--format", "transformers", "--out", str(tmp_path / "folder"))
-    refused(outcome, 2, "is not an architecture of transformers; train with --head last")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.inference import normalisation
+from hvfreeze.inference.card import read_card, write_card
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.training import build
 from tests.program import call
@@ -61,6 +63,16 @@ def test_a_file_of_torchvisions_is_read_as_its_default_weights_are(tmp_path: Pat
     assert there == Normalisation(IMAGENET, "torchvision's for ResNet18_Weights.IMAGENET1K_V1")
     assert found(model="resnet18", weights="IMAGENET1K_V1") == there
     assert found(model="resnet18", weights=str(tmp_path / "mine.pth")).source.startswith("ImageNet's, as default")
+
+
+def test_weights_of_a_run_bring_the_normalisation_that_they_were_trained_with(copy: Path) -> None:
+    card = read_card(copy / "model.yaml")
+    write_card(copy / "model.yaml", replace(card, image=replace(card.image, mean=HALF[0], std=HALF[1])))
+    weights = copy / "model.pt"
+    there = found(model="shufflenet_v2_x0_5", weights=str(weights))
+    assert there == Normalisation(HALF, f"those of the run that made {weights}")
+    write_card(copy / "model.yaml", replace(card, sha256="0" * 64))
+    assert found(model="shufflenet_v2_x0_5", weights=str(weights)).statistics == IMAGENET, "the card of another file"
 
 
 def test_a_model_of_ones_own_may_say_it_itself() -> None:

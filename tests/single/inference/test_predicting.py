@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,18 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.errors import RefusedError
+from hvfreeze.inference import model
+from hvfreeze.inference.answers import collect
 from hvfreeze.inference.card import Preparation
-from hvfreeze.inference.predict import answers, table_at
-from tests.program import ROOT, Outcome, call
+from hvfreeze.inference.exits import Answering
+from hvfreeze.inference.predict import table_at
+from tests.program import ROOT, call
 from tests.single.inference.conftest import CLASSES, Finished
+from tests.single.refusing import refused
 
 
 def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
-
-
-def refused(outcome: Outcome, code: int, message: str) -> None:
-    assert outcome.returncode == code and outcome.stdout == "", str(outcome)
-    assert len(outcome.messages) == len(outcome.stderr.splitlines()) == 1, str(outcome)
-    assert message in outcome.messages[0], str(outcome)
 
 
 def test_test_images_give_the_accuracy_that_the_run_reported(finished: Finished, tmp_path: Path) -> None:
@@ -73,16 +72,33 @@ def test_files_and_folders_come_in_the_order_named_in_batches_of_any_size(finish
 def test_a_batch_is_no_larger_than_there_are_images(finished: Finished) -> None:
     applied, sizes = hvfreeze.load_model(finished.run), list[int]()
 
-    def answer(images: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(images))
-        return applied.logits(images)
+    class Counting(Answering):
+        def __call__(self, images: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(images))
+            return super().__call__(images)
 
     def decode(row: int) -> Any:
         return applied.preparation.pixels_of(finished.images / "test" / "red" / f"0{row}.png")
 
     for size in (None, 2, 50):
-        assert sum(len(rows) for rows, _ in answers(applied, decode, 3, batch_size=size, answer=answer, bad={})) == 3
+        assert len(collect(Counting(applied), decode, 3, batch_size=size).rows) == 3
     assert sizes == [applied.card.batch_size, 2, 2, 3]
+
+
+def test_images_are_decoded_while_the_model_is_loaded(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, load, decode = threading.Event(), model.load_files, Preparation.pixels_of
+
+    def load_files(*given: Any) -> Any:
+        assert decoded.wait(60), "no image was decoded"
+        return load(*given)
+
+    def pixels_of(*given: Any) -> Any:
+        decoded.set()
+        return decode(*given)
+
+    monkeypatch.setattr(model, "load_files", load_files)
+    monkeypatch.setattr(Preparation, "pixels_of", pixels_of)
+    assert call("predict", str(finished.run), str(finished.images / "test")).returncode == 0
 
 
 def test_another_process_in_another_folder_says_the_same(finished: Finished, tmp_path: Path) -> None:

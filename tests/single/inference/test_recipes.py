@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-import yaml
-
 import hvfreeze
 from tests.program import call
 from tests.single.inference.conftest import Finished, train
@@ -30,19 +27,3 @@ def test_views_of_a_recipe_are_cached_and_the_model_sees_the_centre_normalised_a
     assert (image.height, image.cropped_to, image.enlarged_to, image.shape) == (36, 32, None, (3, 32, 32))
     assert (image.mean, image.std) == ((0.4,) * 3, (0.3,) * 3)
     assert "as the run reported" in call("evaluate", str(tmp_path / "kept")).stdout
-
-
-def test_weights_of_a_run_bring_the_normalisation_that_they_were_trained_with(
-    finished: Finished, tmp_path: Path
-) -> None:
-    first, flags = tmp_path / "first", "--model mlp-16x16 --lr 0.005 --image-size 36 --epochs 1"
-    train(finished.images, first, f"{flags} --mean 0.1 --std 0.2")
-    again = f"{flags} --weights {first / 'model.pt'}"
-    train(finished.images, tmp_path / "second", again)
-    assert hvfreeze.load_model(tmp_path / "second").transform.mean == (0.1,) * 3
-    train(finished.images, tmp_path / "third", f"{again} --mean 0.3 --std 0.2")
-    assert hvfreeze.load_model(tmp_path / "third").transform.mean == (0.3,) * 3
-    card = yaml.safe_load((first / "model.yaml").read_text())
-    (first / "model.yaml").write_text(yaml.safe_dump({**card, "sha256": "0" * 64}))
-    train(finished.images, tmp_path / "fourth", again)
-    assert hvfreeze.load_model(tmp_path / "fourth").transform.mean == pytest.approx((0.485, 0.456, 0.406))

@@ -8,6 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from hvfreeze.comm.world import SoloWorld
+from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.integration.optimizer import DistributedOptimizer
+
 EPOCHS, ROWS, SAMPLES = 5, 4, 16
 
 
@@ -22,6 +26,14 @@ def images() -> Counting:
     generator = torch.Generator().manual_seed(1)
     pixels, labels = torch.randn(SAMPLES, 3, 8, 8, generator=generator), torch.arange(SAMPLES) % 3
     return Counting(TensorDataset(pixels, labels))
+
+
+def still(model: nn.Module, cut: int = 1, **options: Any) -> DistributedOptimizer:
+    """An optimizer that changes nothing, with the first blocks frozen."""
+    settings = FreezeConfig(freeze="static", cut=cut)
+    length: dict[str, Any] = {"steps_per_epoch": 4, "num_epochs": 6}
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    return DistributedOptimizer(inner, model=model, settings=settings, world=SoloWorld(), **length, **options)
 
 
 class Counting(Dataset[Any]):

@@ -23,7 +23,7 @@ from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration import cached_loader as module
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.runs.reading import Move
-from tests.single.integration.counted_images import EPOCHS, LOADED, ROWS, SAMPLES, Counting, image_model, images
+from tests.single.integration.counted_images import EPOCHS, LOADED, ROWS, SAMPLES, Counting, image_model, images, still
 from tests.single.model.own_models import Text
 
 
@@ -235,17 +235,8 @@ def test_a_rank_keeps_its_share_of_common_samples_and_all_of_its_own(
 
 
 def test_workers_read_what_is_missing(tmp_path: Path) -> None:
-    model = image_model()
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        steps_per_epoch=4,
-        num_epochs=3,
-        settings=FreezeConfig(freeze="static", cut=1),
-        world=SoloWorld(),
-    )
     loader = DataLoader(images(), batch_size=ROWS, num_workers=1, multiprocessing_context="fork")
-    cached = hvfreeze.CachedLoader(loader, optimizer, directory=tmp_path)
+    cached = hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path)
     LOADED.clear()
     for _ in range(2):
         labels = [label for _, batch in cached for label in batch.tolist()]

@@ -76,30 +76,22 @@ def test_labels_and_numbers_and_class_weights() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("task", ["classes", "labels", "numbers"])
-def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(task: str) -> None:
+@pytest.mark.parametrize("kind", ["classes", "balanced", "labels", "numbers"])
+def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(kind: str) -> None:
     inputs, classes = data()
-    labels = {"classes": classes, "labels": (inputs[:, :3] > 0.5).float(), "numbers": inputs[:, :3] ** 2}[task]
+    rare = ((classes == 1) & (torch.arange(300) % 3 == 2)).long()  # of weight 2, all
+    labels, given = {
+        "classes": (classes, {}),
+        "balanced": (rare, {"class_weights": "balanced"}),
+        "labels": ((inputs[:, :3] > 0.5).float(), {"task": "labels"}),
+        "numbers": (inputs[:, :3] ** 2, {"task": "numbers"}),
+    }[kind]
     times = torch.arange(300) % 3
     place = torch.arange(300).repeat_interleave(times)
     answers = []
     for rows, weight in ((torch.arange(300), times), (place, None)):
-        model, loader = network(), batches(inputs[rows], labels[rows])
-        hvfreeze.fit_head(model, loader, task=task, sample_weight=weight, penalty=0.01)
-        answers.append(model.eval()(inputs))
-    torch.testing.assert_close(*answers, atol=0.02, rtol=0.02)
-
-
-@torch.no_grad()
-def test_sample_weights_and_balanced_classes_make_a_product() -> None:
-    inputs, labels = data()
-    rare = ((labels == 1) & (torch.arange(300) % 3 == 0)).long()
-    times = 1 + torch.arange(300) % 2
-    place = torch.arange(300).repeat_interleave(times)
-    answers = []
-    for rows, weight in ((torch.arange(300), times), (place, None)):
-        model, loader = network(outputs=2), batches(inputs[rows], rare[rows])
-        hvfreeze.fit_head(model, loader, sample_weight=weight, class_weights="balanced", penalty=0.01)
+        model, loader = network(2 if kind == "balanced" else 3), batches(inputs[rows], labels[rows])
+        hvfreeze.fit_head(model, loader, sample_weight=weight, penalty=0.01, **given)  # type: ignore[arg-type]
         answers.append(model.eval()(inputs))
     torch.testing.assert_close(*answers, atol=0.02, rtol=0.02)
 

@@ -110,11 +110,12 @@ def branches(net: Net, x: Tensor) -> Tensor:
     return net.fc2(net.fc1(torch.stack([x, -x])).relu().sum(0))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("pass_", [pieces, branches])
+@pytest.mark.parametrize("pass_", [pieces, branches, tutorial])
 def test_blocks_end_where_there_is_a_row_for_each_image(pass_: Callable[..., Any]) -> None:
     torch.manual_seed(1)
     chain = cut_into_blocks(Net(pass_), example=IMAGES[:2])
     assert [block.name for block in chain.blocks] == ["conv1", "conv2", "fc1", "fc2"]
+    chain.model.eval()
     for images in (IMAGES, IMAGES[:3]):
         for cut in range(1, len(chain.blocks)):
             kept = chain.prefix(cut)(images)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,17 +127,26 @@ SMALL = ("--train-samples", "60", "--epochs", "1", "--threads", "1", "--image-si
 
 @pytest.mark.parametrize("kind", ["vit", "convnext"])
 def test_auto_ends_in_a_model_that_answers_without_the_folder(kind: str, tmp_path: Path) -> None:
-    save_small(kind, tmp_path / "hub")
+    save_small(kind, tmp_path / "hub", **({"hidden_dropout_prob": 0.0} if kind == "vit" else {}))
     run = tmp_path / "run"
-    outcome = call("auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run))
+    outcome = call(
+        "auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run), "--flips", "off"
+    )
     assert outcome.returncode == 0 and "weights DEFAULT" in outcome.stdout, str(outcome)
-    assert ("tokens: " in outcome.stdout) == (kind == "vit"), str(outcome)
     (tmp_path / "hub").rename(tmp_path / "gone")
-    outcome = call("evaluate", str(run))
-    assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
-    model = load_model(run)
-    assert model.card.architecture is not None and model.card.architecture["model_type"] == kind
-    assert model.card.weights_sha256 is not None and "transformers" in model.card.versions
+    evaluated = call("evaluate", str(run))
+    assert evaluated.returncode == 0 and "as the run reported" in evaluated.stdout, str(evaluated)
+    card = load_model(run).card
+    assert card.architecture is not None and card.architecture["model_type"] == kind
+    assert card.weights_sha256 is not None and "transformers" in card.versions
+    # Of the forms of tokens, the one with the least loss is taken.
+    [*told] = [line for line in outcome.stdout.splitlines() if "tokens: " in line]
+    assert len(told) == (kind == "vit"), str(outcome)
+    for line in told:
+        losses = {form: float(loss) for loss, form in re.findall(r"([0-9.]+) (mean|class|grid)", line)}
+        best = re.search(r"tokens: (\w+)", line)
+        assert best is not None and losses.keys() == {"mean", "class", "grid"}
+        assert losses[best[1]] == min(losses.values()) and card.tokens == best[1]
 
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
@@ -332,20 +339,12 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(call("train", "--model", f"hf:{tmp_path}", *SMALL), 2)
 
 
-def digest_of(folder: str) -> str:
-    model = built(Path(folder))
-    return operations_digest(model.in_blocks(scheme="stage", example=torch.rand(2, 3, 32, 32)), 3)
-
-
-@pytest.mark.seldom  # prefix/test_operations.py sees that another process finds the same
-def test_another_process_finds_the_same_operations_and_another_configuration_has_others(tmp_path: Path) -> None:
-    for name, eps in (("a", 1e-12), ("b", 1e-6)):
+def test_another_configuration_has_other_operations(tmp_path: Path) -> None:
+    digests = set()
+    for name, eps in (("a", 1e-12), ("b", 1e-12), ("c", 1e-6)):
         save_small("vit", tmp_path / name, layer_norm_eps=eps)
-    program = f"from {__name__} import digest_of; print(digest_of({str(tmp_path / 'a')!r}))"
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    here = digest_of(str(tmp_path / "a"))
-    assert done.stdout.strip() == here and here != digest_of(str(tmp_path / "b"))
+        digests.add(operations_digest(chain_of(built(tmp_path / name), "stage", torch.rand(2, 3, 32, 32)), 3))
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize("tokens", ["class", "grid"])
@@ -360,30 +359,20 @@ def test_a_head_reads_the_tokens_that_were_chosen_in_training_and_after(tmp_path
     assert outcome.returncode == 0 and "as the run reported" in outcome.stdout, str(outcome)
 
 
-def test_the_form_of_tokens_with_the_least_loss_is_taken(tmp_path: Path) -> None:
-    save_small("vit", tmp_path / "hub", hidden_dropout_prob=0.0)
-    run = tmp_path / "run"
-    outcome = call(
-        "auto", "digits", *SMALL, "--model", f"hf:{tmp_path / 'hub'}", "--run-dir", str(run), "--flips", "off"
-    )
-    assert outcome.returncode == 0, str(outcome)
-    line = next(line for line in outcome.stdout.splitlines() if "tokens: " in line)
-    losses = {form: float(loss) for loss, form in re.findall(r"([0-9.]+) (mean|class|grid)", line)}
-    best = re.search(r"tokens: (\w+)", line)
-    assert best is not None and losses.keys() == {"mean", "class", "grid"}
-    assert losses[best[1]] == min(losses.values())
-    assert load_model(run).card.tokens == best[1]
-
-
-@pytest.mark.parametrize("kind", ["vit", "convnext"])
-def test_a_run_is_exported_in_every_format(tmp_path: Path, kind: str) -> None:
-    save_small(kind, tmp_path / "hub")
+def test_a_run_is_exported_in_every_format(tmp_path: Path) -> None:
+    save_small("vit", tmp_path / "hub")
     run, train = tmp_path / "run", ("train", *SMALL, "--model", f"hf:{tmp_path / 'hub'}")
     outcome = call(*train, "--batch-size", "16", "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     for form in ("transformers", "torch", "safetensors"):
         outcome = call("export", str(run), "--format", form)
         assert outcome.returncode == 0 and "largest difference" in outcome.stdout, str(outcome)
-    again = transformers.AutoModelForImageClassification.from_pretrained(run / "transformers")
+    applied, folder = load_model(run), run / "transformers"
+    again = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    images = torch.rand(3, *applied.preparation.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(again(images).logits, applied.logits(images))
     assert again.config.problem_type == "single_label_classification" and again.config.id2label[9] == "9"
-    assert read_preparation(f"hf:{run / 'transformers'}")["image_size"] == 32
+    assert read_preparation(f"hf:{folder}")["image_size"] == 32
+    assert "library_name: transformers" in (folder / "README.md").read_text()
+    refused(call("export", str(run), "--format", "transformers"), 2, "must be a new or an empty folder")

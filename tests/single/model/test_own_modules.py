@@ -52,7 +52,7 @@ def test_a_layer_that_is_there_twice_is_in_one_block_with_what_runs_between() ->
     chain = cut_into_blocks(model)
     assert [block.name for block in chain.blocks] == ["0", "4"]
     assert torch.equal(chain(inputs), model(inputs))
-    with pytest.raises(UsageError, match="weight is used by 0 and 2"):
+    with pytest.raises(UsageError, match=r"0\.weight, also called 2\.weight, is used by 0 and 2"):
         cut_into_blocks(nn.Sequential(layer, nn.Linear(4, 4), layer, nn.Linear(4, 2)), scheme="2,3")
 
 
@@ -197,7 +197,7 @@ def test_a_module_of_another_model_is_refused() -> None:
 def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     model = Net()
     model.second.weight = model.first.weight
-    with pytest.raises(UsageError, match=r"second\.weight is used by first and second"):
+    with pytest.raises(UsageError, match=r"first\.weight, also called second\.weight, is used by first and second"):
         cut_into_blocks(model, scheme="second", example=torch.randn(3, 4))
     assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
 

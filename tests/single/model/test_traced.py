@@ -93,6 +93,14 @@ def test_a_part_that_is_called_again_joins_all_between() -> None:
     assert names(blocks_of(Own("again"), example=torch.ones(2, 4))) == ["first", "third"]
 
 
+def test_a_module_with_two_names_is_one_module() -> None:
+    model, positions = Own(), nn.Module()
+    positions.register_buffer("angles", torch.ones(4))
+    model.alias, model.first.positions, model.second.positions = model.first, positions, positions
+    chain = blocks_of(model, example=torch.ones(2, 4))
+    assert names(chain) == ["first", "second", "third"] and chain.blocks[0].buffer_names == ("first.positions.angles",)
+
+
 def test_what_is_never_called_stays_with_the_last_block() -> None:
     chain = blocks_of(Own("unused"), example=torch.ones(2, 4))
     assert chain.blocks[-1].parameter_names == ("second.weight", "second.bias", "third.weight", "third.bias")
@@ -105,7 +113,7 @@ def test_what_is_never_called_stays_with_the_last_block() -> None:
             Own("tied"),
             None,
             torch.ones(2, 4),
-            "parameter first.weight, also called third.weight, is used by block first",
+            "first.weight, also called third.weight, is used by first and third",
         ),
         (Own(), None, None, "give a batch of its inputs as example="),
         (Own(), "fourth", None, "there is no module 'fourth'; name some in forward order: first, second, third"),
@@ -135,7 +143,7 @@ def test_a_container_with_most_of_the_parameters_is_taken_apart() -> None:
     chain = blocks_of(Body(), example=torch.ones(2, 3, 8, 8))
     assert names(chain) == ["body.0", "body.3", "head"]
     assert [type(module) for module in chain.blocks[0].modules] == [nn.Conv2d, nn.BatchNorm2d]
-    assert [type(module) for module in chain.blocks[1].modules] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
+    assert [type(module) for module in chain.blocks[1].modules] == [nn.ReLU, nn.Conv2d, nn.BatchNorm2d]
 
 
 def test_a_chain_is_taken_as_one_and_any_other_model_is_watched() -> None:

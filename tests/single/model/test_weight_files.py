@@ -37,7 +37,6 @@ def averaged(state: State) -> State:
 
 OPTIMIZER = {"state": {0: {"exp_avg": torch.zeros(3), "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}
 SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
-    "model_state_dict": (lambda s: {"model_state_dict": s, "optimizer_state_dict": OPTIMIZER, "epoch": 3}, ""),
     "net": (lambda s: {"net": s, "acc": 0.9}, ""),
     "another name": (lambda s: {"my_weights": s, "optimizer": OPTIMIZER}, ""),
     "nested": (lambda s: {"checkpoint": {"model": s}}, ""),
@@ -58,8 +57,6 @@ SAVED: dict[str, tuple[Callable[[State], Any], str]] = {
         lambda s: {"state_dict": {**under("ema.module.", averaged(s)), **under("net.", s)}},
         "ignoring names that do not begin with net.: ema.module",
     ),
-    "a backbone": (lambda s: under("backbone.", s), ""),
-    "two prefixes": (lambda s: under("_orig_mod.module.encoder.", s), ""),
     "compiled stages": (lambda s: {n.replace("features.3.", "features.3._orig_mod."): t for n, t in s.items()}, ""),
     "sharded over ranks": (
         lambda s: {f"_fsdp_wrapped_module.{n.replace('.3.', '.3._fsdp_wrapped_module.')}": t for n, t in s.items()},
@@ -81,7 +78,7 @@ def test_the_models_state_is_found_and_what_is_left_out_is_told(how: str, tmp_pa
     assert [told in note for note in notes] == [True] * bool(told), notes
 
 
-PREFIXES = ("", "module.", "model.", "backbone.", "_orig_mod.", "module._orig_mod.", "model.backbone.")
+PREFIXES = ("", "module.", "model.", "backbone.", "_orig_mod.", "_orig_mod.module.encoder.", "model.backbone.")
 KEYS = ("", "state_dict", "model", "model_state_dict")
 
 
@@ -163,10 +160,7 @@ def test_safetensors_ask_for_their_library(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_damaged_file_of_safetensors_is_refused(tmp_path: Path) -> None:
-    donor = state_of(squeezenet(10, seed=1))
-    file = safetensors(tmp_path / "model.safetensors", donor)
-    built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
-    assert_equal_states(state_of(built.model), donor)
+    file = safetensors(tmp_path / "model.safetensors", {"fc.weight": torch.ones(100)})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(RefusedError, match="the file is damaged"):
         read_state(str(file))
@@ -204,11 +198,11 @@ def vit(size: int) -> nn.Module:
     return torchvision.models.VisionTransformer(size, 8, 1, 2, 8, 8, num_classes=10)  # type: ignore[no-any-return]
 
 
-def test_positions_of_a_file_are_made_for_the_image_size_as_those_of_default_weights() -> None:
+def test_positions_of_a_file_are_made_for_the_image_size_as_torchvision_does() -> None:
     donor, model = vit(64), vit(32)
     notes = load_weights(model, donor.state_dict(), source="file")
     expected = torchvision.models.vision_transformer.interpolate_embeddings(32, 8, donor.state_dict())
-    torch.testing.assert_close(model.state_dict()["encoder.pos_embedding"], expected["encoder.pos_embedding"])
+    assert torch.equal(model.state_dict()["encoder.pos_embedding"], expected["encoder.pos_embedding"])
     assert notes[0] == "weights (file): encoder.pos_embedding is interpolated from 8x8 to 4x4 patches"
     assert len(load_weights(vit(64), donor.state_dict(), source="file")) == 1
 

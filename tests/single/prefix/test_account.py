@@ -1,7 +1,8 @@
-"""What a summary says of the cache: predictions beside what came of them, for each stay of the cut."""
+"""The account of what the cache saves, and what is known before it is planned."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,40 +12,27 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.activations import Counters
-from hvfreeze.cache.planning import Plan
-from hvfreeze.prefix.cache_decision import (
-    Account,
-    CostInputs,
-    Horizon,
-    PrefixTimer,
-    Sums,
-    behind_prefix,
-    suffix_seconds,
-    summary_of,
-)
-from hvfreeze.runs.clock import PhaseClock
-
-
-def plan(seconds: float, later: float, rows: float, rows_later: float) -> Plan:
-    return Plan(True, True, seconds, later, rows, rows_later, "saves", ())
+from hvfreeze.cache.faults import CacheFault
+from hvfreeze.prefix import cache_decision
+from hvfreeze.prefix.cache_decision import Account, CostInputs, Horizon, PrefixTimer, rates_of, space_in
 
 
 def test_what_is_saved_is_what_all_batches_would_have_taken_less_what_they_took() -> None:
     misses, counters = PrefixTimer(cut=2, seconds=6.0, batches=3, spent=6.0), Counters(batches=3)
     account = Account(misses, counters)
     account.settle(2)
-    assert account.sums == Sums(0, 0.0), "a batch that is computed saves nothing"
+    assert (account.rows_read, account.seconds_saved) == (0, 0.0), "a batch that is computed saves nothing"
     counters.batches, counters.rows_read, counters.rows_advanced = 8, 64, {1: 16}
     counters.read_seconds, counters.write_seconds, misses.spent = 0.5, 0.25, 7.0
     account.settle(2)
-    assert account.sums.rows_read == 80
-    assert account.sums.seconds_saved == pytest.approx(5 * 2.0 - 1.0 - 0.5 - 0.25)
+    assert account.rows_read == 80
+    assert account.seconds_saved == pytest.approx(5 * 2.0 - 1.0 - 0.5 - 0.25)
 
 
 def test_images_for_a_model_without_a_frozen_block_are_no_loss() -> None:
     account = Account(PrefixTimer(spent=5.0), Counters())
     account.settle(0)
-    assert account.sums == Sums(0, 0.0)
+    assert (account.rows_read, account.seconds_saved) == (0, 0.0)
 
 
 def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shorter_forwards_do() -> None:
@@ -61,51 +49,44 @@ def test_a_batch_costs_what_images_and_forward_take_to_the_cut_and_not_what_shor
     assert misses.seconds_per_batch() == misses.seconds
 
 
-def test_each_stay_has_its_own_prediction_and_only_the_last_what_was_to_come_after_it() -> None:
-    misses, counters = PrefixTimer(cut=1, seconds=1.0, batches=1), Counters()
-    account = Account(misses, counters)
-    account.begin(1, plan(3.0, 2.0, 100, 50), kept=True)
-    counters.batches, counters.rows_read = 4, 90
-    account.settle(1)
-    account.begin(2, plan(5.0, 7.0, 10, 20), kept=False)
-    counters.batches, counters.rows_advanced, counters.read_seconds = 6, {1: 30}, 0.5
-    account.settle(2)
-    mine = account.of_periods()
-    told = summary_of(account.periods, [mine, mine])
-    assert [(stay["cut"], stay["kept"]) for stay in told["stays"]] == [(1, True), (2, False)]
-    assert [stay["rows_read_predicted"] for stay in told["stays"]] == [100, 30]
-    assert [stay["rows_read"] for stay in told["stays"]] == [180, 60], "rows of all ranks"
-    assert [stay["seconds_saved_predicted"] for stay in told["stays"]] == pytest.approx([3.0, 12.0])
-    assert [stay["seconds_saved"] for stay in told["stays"]] == pytest.approx([4.0, 1.5]), "seconds of a rank"
-    assert told["rows_read"] == 240 and told["seconds_saved_predicted"] == pytest.approx(15.0)
-
-
-def test_a_run_whose_cut_never_moved_has_no_stays() -> None:
-    account = Account(PrefixTimer(), Counters())
-    assert summary_of(account.periods, [account.of_periods()])["rows_read"] == 0
-
-
 @pytest.mark.parametrize(
     ("left", "until_move", "trained", "evaluated"),
     [
-        (10.0, float("inf"), (10.0, float("inf"), 0.0), (10.0, float("inf"), 0.0)),
+        (10.0, math.inf, (10.0, math.inf), (10.0, math.inf)),
         # In the middle of an epoch, whose end and four others are evaluated; the move is at the third's end.
-        (4.5, 2.5, (4.5, 2.5, 0.5), (5.0, 2.0, 0.0)),
-        (4.5, 0.5, (4.5, 0.5, 0.5), (5.0, 0.0, 0.0)),
-        (3 - 1e-12, 1.0, (3.0, 1.0, 0.0), (3.0, 0.0, 0.0)),
+        (4.5, 2.5, (4.5, 2.5), (5.0, 2.0)),
+        (4.5, 0.5, (4.5, 0.5), (5.0, 0.0)),
+        (3 - 1e-12, 1.0, (3.0, 1.0), (3.0, 0.0)),
+        (0.0, 0.0, (0.0, 0.0), (1.0, 0.0)),
     ],
 )
 def test_evaluations_come_whole_and_at_the_ends_of_epochs(
     left: float, until_move: float, trained: tuple[float, ...], evaluated: tuple[float, ...]
 ) -> None:
-    horizon = Horizon(left, until_move)
-    assert horizon.trained(passes=1.0) == trained
-    assert horizon.evaluated(passes=1.0) == evaluated
+    for name, passes in (("train", trained), ("test", evaluated)):
+        split: Any = SimpleNamespace(name=name, passes_per_epoch=1.0)
+        assert Horizon(left, until_move).passes(split) == passes
+
+
+def test_a_directory_is_measured_once_and_its_free_space_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[int] = []
+    monkeypatch.setattr(
+        cache_decision, "measure_directory", lambda directory, *, most_bytes, **_: probes.append(most_bytes)
+    )
+    for most_bytes in (100, 100, 200):
+        rates_of(tmp_path, row_bytes=10, batch_rows=2, most_bytes=most_bytes, warm=True)
+    assert probes == [100, 200]
+    monkeypatch.setattr(cache_decision, "free_bytes", lambda directory: 5)
+    assert space_in(tmp_path)[0] == 5
+    with pytest.raises(CacheFault, match="gone cannot be measured"):
+        space_in(tmp_path / "gone")
 
 
 def test_the_prefix_is_tried_once_at_a_cut_for_each_size_of_batch() -> None:
     unused: Any = SimpleNamespace()
-    costs = CostInputs(unused, lambda: 0.0, budget=unused, directory=Path(), memory_bytes=0)
+    costs = CostInputs(unused, budget=unused, directory=Path(), memory_bytes=0)
     seen = []
 
     def run(x: Tensor, start: int, stop: int) -> Tensor:
@@ -117,14 +98,3 @@ def test_the_prefix_is_tried_once_at_a_cut_for_each_size_of_batch() -> None:
         first = [costs.trial(cut, run, images) for images in (few, many)]
         assert [costs.trial(cut, run, images) for images in (few, many)] == first
     assert seen == [(cut, rows) for cut in (3, 4) for rows in (32, 128) for _ in range(3)]
-
-
-def test_a_stage_reads_off_the_clock_what_its_own_steps_took_behind_the_prefix() -> None:
-    clock = PhaseClock()
-    clock.seconds |= {"backward": 300.0, "optimizer": 20.0, "forward": 7.0}
-    before = behind_prefix(clock)
-    assert before == pytest.approx(320)
-    assert suffix_seconds(clock, batches=0, before=before) == 0, "nothing is known before its first step"
-    clock.seconds["backward"] += 8.0
-    clock.seconds["allreduce"] += 2.0
-    assert suffix_seconds(clock, batches=5, before=before) == pytest.approx(2.0)

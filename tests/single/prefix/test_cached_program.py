@@ -113,7 +113,6 @@ def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(
     line = "cache auto at cut 4: none of 2 views will be read again in the remaining 1.0 epochs"
     assert capsys.readouterr().out.splitlines().count(line) == 1
     assert found["cache"]["rows_written"] == 0
-    assert [stay["kept"] for stay in found["cache"]["stays"]] == [False]
 
 
 @pytest.mark.parametrize("flags", [(), ("--cache-failure", "stop")])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hvfreeze.config.tree import from_dict, to_dict
+from hvfreeze.report.comparison import Group, group_by_seed
+from hvfreeze.runs.reading import load_runs
 
 PHASES = {"data": 0.1, "forward": 1.0, "backward": 2.0, "allreduce": 0.4, "optimizer": 0.3, "vote": 0.05}
 STEPS_PER_EPOCH = 10
@@ -57,6 +59,13 @@ def write_run(
     if finished:
         (directory / "summary.json").write_text(json.dumps(summary(lines, size)))
     return directory
+
+
+def groups_of(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+    """Write runs, by name with their flags; return them in groups. A run has an epoch if no accuracies are given."""
+    return group_by_seed(
+        load_runs([write_run(folder / name, **{"accuracies": [0.1], **flags}) for name, flags in runs.items()])
+    )
 
 
 def metrics_line(epoch: int, step: int, cut: int, accuracy: float | None, seconds: dict[str, float]) -> dict[str, Any]:

@@ -6,43 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from hvfreeze.report.comparison import Group, compare, group_by_seed, spread
+from hvfreeze.report.comparison import compare, spread
 from hvfreeze.report.tables import percent, seconds, shown, summary_table
-from hvfreeze.runs.reading import load_run, load_runs
-from tests.single.report.run_directories import vote, write_run
+from hvfreeze.runs.reading import load_runs
+from tests.single.report.run_directories import groups_of, vote, write_run
 
 
 def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None:
-    flags = ({"seed": 1}, {"seed": 2, "data_seed": 5}, {"seed": 1, "lr": 0.5}, {"seed": 3})
-    runs = [
-        load_run(write_run(tmp_path / f"work-seed{number}", accuracies=[0.1], finished=number < 3, **leaves))
-        for number, leaves in enumerate(flags)
-    ]
-    assert [[run.name for run in group.runs] for group in group_by_seed(runs)] == [
+    flags = ({"seed": 1}, {"seed": 2, "data_seed": 5}, {"seed": 1, "lr": 0.5}, {"seed": 3, "finished": False})
+    groups = groups_of(tmp_path, {f"work-seed{number}": leaves for number, leaves in enumerate(flags)})
+    assert [[run.name for run in group.runs] for group in groups] == [
         ["work-seed0", "work-seed1"],
         ["work-seed2"],
         ["work-seed3"],
     ]
-    assert group_by_seed(runs)[0].name == "work"
+    assert groups[0].name == "work"
 
 
-def test_speed_up_and_time_saved_say_the_same_in_two_forms(pair: list[Path]) -> None:
-    groups = group_by_seed(load_runs(pair))
+@pytest.mark.parametrize(("speed", "saved"), [(1.25, 0.2), (0.5, -1)])
+def test_speed_up_and_time_saved_say_the_same_in_two_forms(speed: float, saved: float, tmp_path: Path) -> None:
+    groups = groups_of(tmp_path, {"full": {}, "other": {"speed": speed, "freeze": "linear"}})
     comparison = compare(groups[1], groups)
     assert comparison is not None and compare(groups[0], groups) is None
     assert comparison.baseline.name == "full"
-    assert comparison.speed_up.mean == pytest.approx(1.25)
-    assert comparison.time_saved.mean == pytest.approx(0.2)
-
-
-def test_a_slower_run_saves_a_negative_time(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1]),
-        write_run(tmp_path / "slow", accuracies=[0.1], speed=0.5, freeze="linear"),
-    ]
-    groups = group_by_seed(load_runs(runs))
-    comparison = compare(groups[1], groups)
-    assert comparison is not None and comparison.time_saved.mean == pytest.approx(-1)
+    assert comparison.speed_up.mean == pytest.approx(speed) and comparison.time_saved.mean == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +47,7 @@ def test_a_slower_run_saves_a_negative_time(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_of_other_work_is_no_baseline(tmp_path: Path, other: dict[str, object]) -> None:
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1], **other),  # type: ignore[arg-type]
-        write_run(tmp_path / "voted", accuracies=[0.1], freeze="linear"),
-    ]
-    groups = group_by_seed(load_runs(runs))
+    groups = groups_of(tmp_path, {"full": other, "voted": {"freeze": "linear"}})
     assert compare(groups[1], groups) is None
 
 
@@ -73,26 +56,22 @@ def test_runs_that_end_by_themselves_after_other_steps_are_not_compared(
     tmp_path: Path, flags: dict[str, object]
 ) -> None:
     """Both take all of a time budget, however fast their steps are."""
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1], **flags),
-        write_run(tmp_path / "more", accuracies=[0.1, 0.2], speed=2, freeze="linear", **flags),
-        write_run(tmp_path / "as-many", accuracies=[0.1], speed=2, freeze="geometric", **flags),
-    ]
-    groups = group_by_seed(load_runs(runs))
+    others = {
+        "more": {"accuracies": [0.1, 0.2], "speed": 2, "freeze": "linear", **flags},
+        "as-many": {"speed": 2, "freeze": "geometric", **flags},
+    }
+    groups = groups_of(tmp_path, {"full": flags, **others})
     compared = [compare(group, groups) for group in groups]
     assert compared[1] is None and compared[2] is not None and compared[2].speed_up.mean == pytest.approx(2)
 
 
 def test_a_run_is_compared_with_the_baseline_of_its_seed(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.1], seed=s, speed=1 + s) for s in (0, 1)]
-    paths += [write_run(tmp_path / f"voted-{s}", accuracies=[0.1], seed=s, speed=4.0, freeze="linear") for s in (0, 1)]
-    groups = group_by_seed(load_runs(paths))
+    full = {f"full-{s}": {"seed": s, "speed": 1 + s} for s in (0, 1)}
+    groups = groups_of(tmp_path, full | {f"voted-{s}": {"seed": s, "speed": 4.0, "freeze": "linear"} for s in (0, 1)})
     comparison = compare(groups[1], groups)
     assert comparison is not None
     assert (comparison.speed_up.low, comparison.speed_up.high, comparison.speed_up.n) == pytest.approx((2, 4, 2))
-    alone = Group(
-        "voted-9", tuple(load_runs([write_run(tmp_path / "voted-9", accuracies=[0.1], seed=9, freeze="linear")]))
-    )
+    (alone,) = groups_of(tmp_path, {"voted-9": {"seed": 9, "freeze": "linear"}})
     against_mean = compare(alone, groups)
     assert against_mean is not None and against_mean.speed_up.mean == pytest.approx(0.75)
 
@@ -101,8 +80,8 @@ def test_a_mean_is_shown_with_its_range_and_n_with_its_name(tmp_path: Path) -> N
     assert shown(spread([0.5, 0.6]), percent) == "55.0 % (50.0 to 60.0)"
     assert shown(spread([0.5, 0.5]), percent) == "50.0 %"
     assert [seconds(value) for value in (1.234, 12.34, 1234.5)] == ["1.23 s", "12.3 s", "1234 s"]
-    paths = [write_run(tmp_path / f"full-{s}", accuracies=[0.9 + s / 100], seed=s) for s in (0, 1)]
-    table = summary_table(group_by_seed(load_runs(paths)))
+    full = {f"full-{s}": {"accuracies": [0.9 + s / 100], "seed": s} for s in (0, 1)}
+    table = summary_table(groups_of(tmp_path, full))
     row = dict(zip(table.columns, table.rows[0]))
     assert row["Run"] == "full (2 seeds)"
     assert row["Accuracy"] == "90.5 % (90.0 to 91.0)"

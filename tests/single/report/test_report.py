@@ -37,7 +37,7 @@ from hvfreeze.report.report import Section, write_page, write_report, write_repo
 from hvfreeze.report.tables import Table, command, models_table, summary_table, vote_table
 from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.conftest import VOTES
-from tests.single.report.run_directories import PHASES, vote, write_run
+from tests.single.report.run_directories import PHASES, groups_of, vote, write_run
 
 
 def test_the_command_ends_with_code_3_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,11 +175,8 @@ def test_a_runs_name_cannot_put_markup_into_the_page(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_is_shown_as_such_and_not_compared(tmp_path: Path) -> None:
-    runs = [
-        write_run(tmp_path / "full", accuracies=[0.1] * 5),
-        write_run(tmp_path / "voted", accuracies=[0.1], epochs=5, freeze="linear", finished=False),
-    ]
-    table = summary_table(group_by_seed(load_runs(runs)))
+    unfinished = {"epochs": 5, "freeze": "linear", "finished": False}
+    table = summary_table(groups_of(tmp_path, {"full": {"accuracies": [0.1] * 5}, "voted": unfinished}))
     row = dict(zip(table.columns, table.rows[1]))
     assert row["Run"] == "voted (not finished: 1 of 5 epochs)"
     assert (row["Speed-up"], row["Time saved"]) == ("", "")
@@ -278,9 +275,8 @@ def test_a_curve_of_several_seeds_is_their_mean_over_the_epochs_that_all_have(tm
 
 
 def test_the_baseline_is_grey_and_no_two_of_many_lines_look_the_same(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / "full", accuracies=[0.1])]
-    paths += [write_run(tmp_path / f"run-{k}", accuracies=[0.1], freeze="static", cut=k, lr=k + 1) for k in range(12)]
-    looks = colours(group_by_seed(load_runs(paths)))
+    others = {f"run-{k}": {"freeze": "static", "cut": k, "lr": k + 1} for k in range(12)}
+    looks = colours(groups_of(tmp_path, {"full": {}, **others}))
     assert looks[0][0] not in COLOURS
     assert len(set(looks)) == 13
 

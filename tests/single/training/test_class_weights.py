@@ -15,7 +15,8 @@ from torch.nn import functional
 from hvfreeze import train
 from hvfreeze.config.tree import from_dict
 from hvfreeze.optim import Mixture, Objective
-from hvfreeze.tasks import Classes, class_weights
+from hvfreeze.row_weights import class_weights
+from hvfreeze.tasks import Classes
 from tests.program import call, digest_of, succeed
 from tests.single.training.test_unequal_classes import FLAGS, save_images
 

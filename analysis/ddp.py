@@ -28,7 +28,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.inference.normalisation import normalisation_of
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.opening import rows_evaluated
-from hvfreeze.training.stage_build import Blueprint
+from hvfreeze.training.blueprint import Blueprint
 
 PROGRAM = "torch DistributedDataParallel over gloo"
 Optimizer = torch.optim.Optimizer

@@ -240,6 +240,7 @@ def without_effect(plan: Plan) -> list[str]:
             shown = "" if isinstance(values[name], bool) else f" ({values[name]})"
             flags.setdefault(found[name], []).append(flag_of(name) + shown)
     return [
-        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} {effect} effect: {why}"
+        # A reason may name the setting again.
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} {effect} effect: {why.replace(names[0], 'it')}"
         for (effect, why), names in flags.items()
     ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -57,6 +59,29 @@ def call(*arguments: str) -> Outcome:
         finally:
             sys.excepthook = hook
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def succeed(*arguments: str) -> Outcome:
+    """Run `hvfreeze ARGUMENTS` in this process; its exit code must be 0."""
+    outcome = call(*arguments)
+    assert outcome.returncode == 0, str(outcome)
+    return outcome
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    """Return the content of a run's summary.json."""
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def digest_of(run: Path) -> str:
+    """Return the digest of a run's parameters."""
+    return str(summary_of(run)["parameter_digest"])
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def spawn(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Outcome:

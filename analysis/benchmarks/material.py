@@ -26,11 +26,11 @@ from hvfreeze.data.shards import Ids, plan_shards
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.build import assemble
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_step
 from hvfreeze.training.settings import OptimizerConfig
-from hvfreeze.training.stage_build import Blueprint
 
 BATCH_ROWS = 128
 NUM_CLASSES = 10

@@ -27,7 +27,7 @@ from hvfreeze.tasks import Task
 from hvfreeze.training.budget import Budget
 from hvfreeze.training.evaluation import Best, Scores, Totals
 from hvfreeze.training.journal import Journal
-from hvfreeze.training.stage_build import Factory, Opened, Part
+from hvfreeze.training.parts import Factory, Opened, Part
 from hvfreeze.wording import plural
 
 Report = dict[str, Any]
@@ -50,8 +50,6 @@ class Job:
     """Card of the models, as known before training."""
     evaluation_batches: list[Batch]
     """This replica's share of the evaluation samples."""
-    evaluated: int
-    """Number of evaluation samples of all replicas."""
     clock: PhaseClock
     logger: RunLogger
     flips: str | None = None
@@ -101,8 +99,6 @@ class Job:
     """Seconds that training waited for the last checkpoint."""
     saving: Saving | None = None
     """The checkpoint that is being written, on rank 0."""
-    called: Callable[[int], str] = "sample {}".format
-    """Returns the name of a training sample in messages, by its id."""
     waiting: Callable[[], None] | None = None
     """Loads a checkpoint's model into the open part; None once that is done, or without a checkpoint."""
 
@@ -180,7 +176,7 @@ class Job:
 
     def names(self, samples: Sequence[int]) -> str:
         """Return the names of training samples for messages, at most a few."""
-        return listed([self.called(sample) for sample in samples])
+        return listed([self.factory.context.corpus.train.called(sample) for sample in samples])
 
     def steps_of(self, epoch: int) -> list[list[Batch]]:
         """Return the batches of each step in an epoch of the open part."""

@@ -23,7 +23,7 @@ from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.training.best_model import follow_best, out_of_patience
 from hvfreeze.training.budget import Pace
-from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_when_due
+from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_if_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, other_numbers, reduce
 from hvfreeze.training.job import Job
 from hvfreeze.training.settings import UNWEIGHTED
@@ -66,7 +66,7 @@ def train_part(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
         train_epoch(job, job.part_epoch, pace)
         end_epoch(job, job.epochs_done, pace, is_last=is_last)
         if job.part_epoch < job.opened.epochs and not out_of_patience(job):
-            save_when_due(job)
+            save_if_due(job)
     if out_of_patience(job):
         failed = plural(job.evaluations_without_gain, "evaluation")
         job.logger.info(f"stopped early: no improvement in {failed}")
@@ -86,7 +86,7 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
             job.opened.plan(pace.after_step(job.part_step, job.opened.steps))
         job.progress.step(job.step, job.total_steps, note, estimated=pace is not None)
         if not job.at_epoch_end:
-            save_when_due(job)
+            save_if_due(job)
 
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
@@ -110,7 +110,7 @@ def rate(job: Job) -> float:
     )
 
 
-def end_epoch(job: Job, epoch: int, pace: Pace | None = None, *, is_last: bool = True) -> None:
+def end_epoch(job: Job, epoch: int, pace: Pace | None, *, is_last: bool) -> None:
     """Evaluate on all ranks if that is due, and write the epoch's line. Collective."""
     with job.clock.within("evaluate"):
         # Also without an evaluation: the evaluation schedule must not change any bit of the training.
@@ -182,19 +182,10 @@ def log_epoch(job: Job, line: dict[str, Any], *, epoch: str) -> None:
     """
     if job.config.freeze.auto:
         return
-    fitted = f" | train {accuracy_in_words(line['train_accuracy'], majority=job.majority_share)}"
-    if job.task.kind != "classes":
-        fitted = ""
-    loss, accuracy = line["test_loss"], line["test_accuracy"]
-    balanced, largest = (line.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
-    tested = (
-        ""
-        if accuracy is None or job.task.is_examined
-        else accuracy_in_words(accuracy, majority=largest, balanced=balanced)
-    )
-    shown = f"test {tested}" if tested else "not evaluated"
-    if job.task.is_examined:
-        shown = f"test {in_words(named_in(line, part='test'))}" if line["test_loss"] is not None else "not evaluated"
+    has_classes = job.task.kind == "classes"
+    fitted = f" | train {accuracy_in_words(line['train_accuracy'], majority=job.majority_share)}" if has_classes else ""
+    loss = line["test_loss"]
+    shown = "not evaluated" if loss is None else f"test {tested_in_words(job, line)}"
     if "test_bits_per_character" in line:
         shown += f", {line['test_bits_per_character']:.3f} bits per character"
     samples = "windows" if job.config.data.data == TEXT else "images"
@@ -203,6 +194,14 @@ def log_epoch(job: Job, line: dict[str, Any], *, epoch: str) -> None:
         f"{line['train_seconds']:.1f} s | {line['images_per_second']:.0f} {samples}/s"
     )
     log_overflow(job, loss)
+
+
+def tested_in_words(job: Job, found: dict[str, Any]) -> str:
+    """Return the test accuracy, or the test metrics of the task, in a line of metrics.jsonl or a summary as text."""
+    if job.task.is_examined:
+        return in_words(named_in(found, part="test"))
+    balanced, majority = (found.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
+    return accuracy_in_words(found["test_accuracy"] or 0.0, majority=majority, balanced=balanced)
 
 
 def log_overflow(job: Job, loss: float | None) -> None:

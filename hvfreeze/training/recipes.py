@@ -12,7 +12,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.effects import Stretch
 from hvfreeze.training.auto import auto, plan_run
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import Part
+from hvfreeze.training.parts import Part
 from hvfreeze.training.verb_settings import for_head
 from hvfreeze.training.verbs import Run
 

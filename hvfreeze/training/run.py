@@ -18,7 +18,6 @@ from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
 from hvfreeze.config.flags import data_of, settings_of_auto
 from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
-from hvfreeze.data.class_shares import accuracy_in_words
 from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, UsageError
@@ -27,7 +26,6 @@ from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import sha256_of, write_card
 from hvfreeze.inference.run_card import head_named
 from hvfreeze.integration.script_world import report_errors, script_world
-from hvfreeze.metrics import in_words, named_in
 from hvfreeze.runs.checkpoint_file import newest
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.directory import resuming
@@ -39,11 +37,12 @@ from hvfreeze.runs.trackers import open_trackers
 from hvfreeze.strategies.base import WholeModel
 from hvfreeze.training.best_model import best_path, out_of_patience
 from hvfreeze.training.build import prepare
-from hvfreeze.training.checkpoint import directory_of, finish_saving, restore
+from hvfreeze.training.checkpoint import directory_of, finish_saving
 from hvfreeze.training.evaluation import by_model, mean, other_numbers
 from hvfreeze.training.job import Job
-from hvfreeze.training.loop import leaving_on_signal, own_numbers, train_balance
+from hvfreeze.training.loop import leaving_on_signal, own_numbers, tested_in_words, train_balance
 from hvfreeze.training.recipes import plain, recipe_of
+from hvfreeze.training.resuming import restore
 from hvfreeze.training.verbs import Run
 from hvfreeze.wording import did_you_mean, in_time, plural
 
@@ -175,12 +174,13 @@ def introduce(job: Job, *, resumed: bool) -> None:
     data, weights = config.data, "random" if config.model.weights == "none" else config.model.weights
     noun = "window" if data.data == TEXT else "image"
     say(f"model: {config.model.model} ({' | '.join(job.block_names)}); weights {weights}")
-    trained = plural(job.factory.context.feed.plan.samples, f"training {noun}")
+    context = job.factory.context
+    trained = plural(context.feed.plan.samples, f"training {noun}")
+    tested = plural(len(context.corpus.evaluated_ids), f"test {noun}")
     held = f" ({job.factory.held_out_samples} of them held out)" if config.head.solved else ""
     say(
         f"data: {data.data_dir or data.data}, {trained}{held}, "
-        f"{plural(job.evaluated, f'test {noun}')}, {plural(len(job.card.classes), *job.task.nouns)}; "
-        f"{plural(job.world.size, 'rank')}"
+        f"{tested}, {plural(len(job.card.classes), *job.task.nouns)}; {plural(job.world.size, 'rank')}"
     )
     if not config.freeze.auto:
         say(
@@ -291,9 +291,7 @@ def conclude(job: Job) -> dict[str, Any]:
 
 def log_result(job: Job, summary: dict[str, Any]) -> None:
     """Log the result of the run and the command that uses it."""
-    balanced, majority = (summary.get(f"test_{key}") for key in ("balanced_accuracy", "majority_share"))
-    shown = f"accuracy {accuracy_in_words(summary['test_accuracy'] or 0.0, majority=majority, balanced=balanced)}"
-    shown = in_words(named_in(summary, part="test")) if job.task.is_examined else shown
+    shown = f"{'' if job.task.is_examined else 'accuracy '}{tested_in_words(job, summary)}"
     job.logger.info(
         f"result: test {shown}; training {in_time(summary['train_seconds'])}; model {job.directory}/model.pt"
     )
@@ -313,23 +311,19 @@ def export(job: Job, *, digest: str) -> None:
     def write(model: WholeModel) -> None:
         if job.world.rank == 0:
             path = job.directory / f"{model.name}.pt"
-            score, best = job.last_scores.get(model.name), kept.get(model.name)
-            card = replace(done, accuracy=score.accuracy if score else job.last_accuracy)
-            if score is not None:
-                card = replace(card, balanced_accuracy=score.balanced_accuracy, majority_share=score.majority_share)
-                card = replace(card, thresholds=score.thresholds)
+            best = kept.get(model.name)
+            scored = best or job.last_scores.get(model.name)
+            card = replace(done, accuracy=scored.accuracy if scored else job.last_accuracy)
+            if scored is not None:
+                card = replace(
+                    card,
+                    balanced_accuracy=scored.balanced_accuracy,
+                    majority_share=scored.majority_share,
+                    thresholds=scored.thresholds,
+                )
             if best is not None:
                 publish(path, [best_path(job, model.name).read_bytes()])
-                card = replace(
-                    done,
-                    accuracy=best.accuracy,
-                    thresholds=best.thresholds,
-                    balanced_accuracy=best.balanced_accuracy,
-                    majority_share=best.majority_share,
-                    epochs=best.epoch + 1,
-                    steps=best.step,
-                    parameter_digest=best.parameter_digest,
-                )
+                card = replace(card, epochs=best.epoch + 1, steps=best.step, parameter_digest=best.parameter_digest)
             else:
                 with publishing(path) as file:
                     torch.save(model.state, file)

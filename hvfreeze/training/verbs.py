@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,13 +30,11 @@ from hvfreeze.strategies.base import MODEL
 from hvfreeze.tasks import Task
 from hvfreeze.training import loop
 from hvfreeze.training.budget import Pace
-from hvfreeze.training.checkpoint import save_at_end
+from hvfreeze.training.checkpoint import save_if_due
 from hvfreeze.training.evaluation import Kept, Score, Totals, add_metrics, mean, reduce
 from hvfreeze.training.job import Job
-from hvfreeze.training.stage_build import HELD_OUT, Part
+from hvfreeze.training.parts import HELD_OUT, Part
 from hvfreeze.wording import plural
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Run:
         table, deadline = self.budget.work, self.budget.deadline(work)
         each = table.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
 
-        def make(continues: bool) -> FineTuned:
+        def make(continues: bool) -> dict[str, Any]:
             if not continues:
                 job.enter(part)
                 per_epoch = job.steps_per_epoch
@@ -115,13 +113,14 @@ class Run:
                     raise
                 finite, job.totals = False, {}
                 job.epochs_done = job.opened.first_epoch + job.opened.epochs
-            return FineTuned(job.part_step, job.part_epoch, finite)
+            return vars(FineTuned(job.part_step, job.part_epoch, finite))
 
         if epochs and job.journal.at_last and job.journal.ended[-1].value["epochs"] < epochs:
             job.journal.reopen()
-        work_done = lambda made: made.steps * each  # noqa: E731
-        found = self._do("tune", fixed, make, work=work_done, part=part, pack=vars, is_last=not job.config.freeze.auto)
-        return found if isinstance(found, FineTuned) else FineTuned(**found)
+        is_last = not job.config.freeze.auto
+        return FineTuned(
+            **self._do("tune", fixed, make, work=lambda made: made["steps"] * each, part=part, is_last=is_last)
+        )
 
     def fit_head(self, settings: Config, *, is_fine_tuned: bool = False) -> Score:
         """Fit the head to the features of all samples; return its held-out score.
@@ -134,7 +133,7 @@ class Run:
         """
         part = Part(settings)
 
-        def make(continues: bool) -> Score:
+        def make(continues: bool) -> list[Any]:
             if not continues:
                 self.job.enter(part)
             fit = fit_opened_head(self.job, is_fine_tuned=is_fine_tuned)
@@ -149,11 +148,10 @@ class Run:
             numbers |= {f"held_out_{name}": value for name, value in found.plain().items()} if chosen else {}
             self.job.images += fit.rows
             self._record("solve", images=fit.rows, **numbers)
-            return score
+            return packed(score)
 
         arguments = {**self._named(settings), "tuned": is_fine_tuned}
-        found = self._do("solve", arguments, make, work=lambda _: self.budget.work.head_fit, part=part, pack=packed)
-        score = unpacked(found)
+        score = unpacked(self._do("solve", arguments, make, work=lambda _: self.budget.work.head_fit, part=part))
         self._thresholds["head"] = score.thresholds
         return score
 
@@ -169,16 +167,15 @@ class Run:
         def make(_: bool) -> float:
             with self.job.clock.within("optimizer"):
                 try:
-                    loss = self._judge(head_fit, fine_tuning).loss(
-                        self.job.factory.context.chain, is_fine_tuned=is_fine_tuned
-                    )
+                    probe, chain = self._judge(head_fit, fine_tuning), self.job.factory.context.chain
+                    loss = float(probe.loss(chain, is_fine_tuned=is_fine_tuned))
                 except NumericsError:
                     loss = math.inf
             self._record("probe", held_out_loss=loss)
             return loss
 
         arguments = {**self._named(fine_tuning), "tuned": is_fine_tuned}
-        return float(self._do("probe", arguments, make, work=lambda _: self.budget.work.probe, pack=float))
+        return float(self._do("probe", arguments, make, work=lambda _: self.budget.work.probe))
 
     def fit_last_layer(self, head_fit: Config, fine_tuning: Config) -> None:
         """Fit the model's own last layer to a subset of samples; a random one would degrade the blocks below it."""
@@ -192,16 +189,15 @@ class Run:
     def held_out(self, head_fit: Config) -> Score:
         """Return the held-out score of the model with its own last layer."""
 
-        def make(_: bool) -> Score:
+        def make(_: bool) -> list[Any]:
             with self.job.clock.within("optimizer"):
                 score = score_held_out(self.job, head_fit)
             found: dict[str, Any] = {f"held_out_{name}": value for name, value in score.plain().items()}
             self._record("held_out", **found)
             # A loss of NaN or Inf is the worst.
-            return score if math.isfinite(score.loss) else Score(math.inf, score.accuracy)
+            return packed(score if math.isfinite(score.loss) else Score(math.inf, score.accuracy))
 
-        found = self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out, pack=packed)
-        score = unpacked(found)
+        score = unpacked(self._do("held_out", {}, make, work=lambda _: self.budget.work.held_out))
         self._thresholds["network"] = score.thresholds
         return score
 
@@ -269,14 +265,13 @@ class Run:
         self,
         verb: str,
         arguments: dict[str, Any],
-        make: Callable[[bool], Value],
+        make: Callable[[bool], Any],
         *,
         work: Callable[[Any], float] = lambda value: 0.0,
         part: Part | None = None,
-        pack: Callable[[Any], Any] = lambda value: value,
         is_last: bool = False,
     ) -> Any:
-        """Return a verb's recorded value, or run `make` and record its value, converted by `pack`."""
+        """Return a verb's recorded value, or run `make` and record its value, which is plain."""
         job = self.job
         entry = job.journal.recall(verb, arguments)
         self._recalls = entry is not None
@@ -288,9 +283,9 @@ class Run:
         self._load(part if continues else self._last)
         value = make(continues)
         self.budget.end(work(value))
-        job.journal.end(pack(value), self.budget.mark())
+        job.journal.end(value, self.budget.mark())
         if part is not None or is_last:
-            save_at_end(job, is_last=is_last)
+            save_if_due(job, ends_verb=True, is_last=is_last)
         return value
 
     def _load(self, part: Part | None) -> None:
@@ -337,9 +332,7 @@ def packed(score: Score) -> list[Any]:
 
 
 def unpacked(found: Sequence[Any]) -> Score:
-    """Convert the plain values of `packed` to a score; a score is returned unchanged."""
-    if isinstance(found, Score):
-        return found
+    """Convert the plain values of `packed` to a score."""
     loss, accuracy, *more = found
     metrics, decides, thresholds = more or (None, None, ())
     return Score(loss, accuracy, metrics=metrics, decides=decides, thresholds=tuple(thresholds))

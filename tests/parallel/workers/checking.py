@@ -21,9 +21,10 @@ from hvfreeze.model.model_sources import BuiltModel, set_memory_formats
 from hvfreeze.model.narrow_resnets import NarrowResNet
 from hvfreeze.model.settings import TINY_LM
 from hvfreeze.model.tiny_lm import TinyLM
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.torchvision_shim import torchvision
-from hvfreeze.training import stage_build
-from hvfreeze.training.build import open_corpus
+from hvfreeze.training import blueprint
+from hvfreeze.training.samples import open_corpus
 
 Network = Callable[[int], nn.Module]
 """The number of classes -> a network."""
@@ -80,8 +81,7 @@ class Trial:
 
 def batches_of(config: Config, *, replicas: int = 1) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
     """Yield for each epoch of a run its steps: in each the inputs and labels of all replicas."""
-    shared = {"seed": config.data_seed, "batch_size": config.optimizer.batch_size, "replicas": replicas}
-    corpus = open_corpus(config.data, SoloWorld(), whole_batches=True, **shared)
+    corpus = open_corpus(config, SoloWorld(), replicas=replicas, clock=PhaseClock(SET_UP_PHASES))
     given = {"seed": config.data_seed, "budget_bytes": 2**30}
     feeds = [open_feeds(corpus, config.data, replica=replica, **given)[0] for replica in range(replicas)]
     for epoch in range(config.optimizer.epochs):
@@ -111,7 +111,7 @@ SMALL: dict[str, Network] = {"shufflenet_v2_x0_5": small_shufflenet, "resnet20":
 
 def let_runs_build(network: Network) -> None:
     """Let every run of this process train `network`, whatever model its settings name."""
-    stage_build.build_model = lambda *args, num_classes, **kwargs: BuiltModel(network(num_classes), [])  # type: ignore[assignment]
+    blueprint.build_model = lambda *args, num_classes, **kwargs: BuiltModel(network(num_classes), [])  # type: ignore[assignment]
 
 
 def let_models_be_small() -> None:

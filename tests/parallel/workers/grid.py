@@ -19,7 +19,7 @@ from hvfreeze.errors import DivergedError
 from hvfreeze.freezing import freezer
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import BuiltModel
-from hvfreeze.training import stage_build
+from hvfreeze.training import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.twins import pool
 from tests.parallel.twins.grid import Grid
@@ -178,7 +178,7 @@ def check_a_part_without_gradients_goes_on(trial: Trial) -> None:
             built.model.get_submodule("0").requires_grad_(trains)
             return built
 
-        with patch.object(stage_build, "build_model", build):
+        with patch.object(blueprint, "build_model", build):
             run(trial.grid(name, (2, 1, 1), **{**kind, "cut_by": "given", "cut_at": "2"}), trial.world)
             if alone is not None:
                 run(trial.config(f"{name}-plain", shares=1, **kind), alone)

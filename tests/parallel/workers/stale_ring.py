@@ -15,7 +15,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import BuiltModel
 from hvfreeze.model.tiny_lm import EMBEDDING, WIDTH, TinyLM
-from hvfreeze.training import stage_build
+from hvfreeze.training import blueprint
 from hvfreeze.training.run import run
 from tests.parallel.twins.stale_ring import StaleRing
 from tests.parallel.workers import checking
@@ -57,7 +57,7 @@ def let_runs_build_lm(make: Callable[..., TinyLM]) -> None:
         parts = [("stem", model.embedding), *model.layers.named_children(), ("head", [model.norm, model.output])]
         return BuiltModel(model, [], Chain.from_modules(model, parts, tied=[EMBEDDING]))
 
-    stage_build.build_model = build  # type: ignore[assignment]
+    blueprint.build_model = build  # type: ignore[assignment]
 
 
 def small_lm(characters: int, *, context: int) -> TinyLM:

@@ -117,7 +117,7 @@ def check_a_step_is_that_of_one_process_on_the_weighted_samples_of_all_ranks(wor
     mine = batches[0].ids, job.feed.images.load(batches[0].ids, batches[0].views), batches[0].labels
     ids, images, labels = zip(*world.allgather_object(mine, name="seen"))
     # 17 common training images, one with weight 3, and 3 rare ones.
-    files = [Path(job.called(row)) for row in np.concatenate(ids)]
+    files = [Path(job.factory.context.corpus.train.called(row)) for row in np.concatenate(ids)]
     weights = [3.0 if file.name == "7.png" else 4.5 if file.parent.name == "rare" else 1.0 for file in files]
     mean = (16 + 3 + 3 * 4.5) / 20
     assert "0.png" not in {file.name for file in files}

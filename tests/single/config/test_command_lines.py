@@ -9,7 +9,12 @@ from hvfreeze.config.flags import configuration, flag_of, number_or_text
 from hvfreeze.config.tree import leaves, owners
 from hvfreeze.errors import UsageError
 
-TRUNK, GRID, NEEDS = "train --strategy shared-trunk ", "train --strategy grid ", " needs "
+TRUNK, GRID, TEXT, NEEDS = (
+    "train --strategy shared-trunk ",
+    "train --strategy grid ",
+    "train --data text --model tiny-lm ",
+    " needs ",
+)
 WRONG = {
     # a word that is not known
     "trian": "did you mean 'train'?",
@@ -68,6 +73,24 @@ WRONG = {
     "train --head-fit exact": "--augment (fresh) must be none or views:K with --head-fit exact or kernel",
     "train --head-fit exact --augment none --freeze linear": "--freeze (linear) must be left out with --head-fit exact",
     "train --head-fit exact --augment none --freeze static --cut 3": "--freeze (static) must be left out with",
+    "train --flips mean": "--flips (mean) must be auto, on or off unless --head is multi-level",
+    "train --keep best": f"--keep{NEEDS}--validation-fraction F, such as 0.1",
+    "train --early-stop 3": f"--early-stop{NEEDS}--validation-fraction F",
+    "train --keep all": "--keep (all) must be one of last, best",
+    "train --early-stop 0 --validation-fraction 0.1": "--early-stop (0) must be at least 1",
+    "train --class-weights heavy": "must be none, balanced, or NAME=W",
+    "train --class-weights a=0": "must be none, balanced, or NAME=W",
+    "train --class-weights a=1,a=2": "must be none, balanced, or NAME=W",
+    TRUNK + "--class-weights balanced": "set loss: balanced in --tasks FILE",
+    TEXT + "--class-weights balanced": f"--class-weights{NEEDS}--data of images",
+    "train --data text --model resnet18": "--model (resnet18) must be tiny-lm or package:function with --data text",
+    "train --model tiny-lm": "--model (tiny-lm) must be given together with --data text",
+    TEXT + "--image-size 32": f"--image-size{NEEDS}--data of images",
+    "train --context 9": f"--context{NEEDS}--data text",
+    TEXT + "--context 1": "--context (1)",
+    TEXT + "--mixup 0.2": f"--mixup{NEEDS}",
+    TEXT + "--strategy grid": "--strategy (grid) must be replicas or local-sgd or stale-ring with --data text",
+    TEXT + "--validation-fraction 0.2": "--augment (fresh) must be none with --data text and --validation",
     "train --freeze linear --shadow linear": "--shadow (linear) must be another criterion than linear",
 }
 

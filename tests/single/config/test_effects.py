@@ -14,14 +14,17 @@ Settings = dict[str, Any]
 
 PATIENT = {"epochs": 10, "validation_fraction": 0.1}
 WEIGHTED = {"class_weights": "balanced"}
+EXACT = {"head": "multi-level", "head_fit": "exact", "augment": "none"}
 
 
-def notes(settings: Settings, *, ranks: int = 2, replicas: int | None = None, batches: int = 20) -> str:
+def notes(
+    settings: Settings, *, ranks: int = 2, replicas: int | None = None, batches: int = 20, flips: bool = True
+) -> str:
     """Return the notes on a run of `train`."""
     config = from_dict(settings)
     per_epoch = config.optimizer.steps_per_epoch(batches)
     part = Stretch(config, steps=per_epoch * config.optimizer.epochs, steps_per_epoch=per_epoch)
-    known = {"flips": True, "side": 32, "decodes": False, "ranks": ranks, "replicas": replicas or ranks}
+    known = {"flips": flips, "side": 32, "decodes": False, "ranks": ranks, "replicas": replicas or ranks}
     return "\n".join(without_effect(Plan(config=config, asked=config, parts=(part,), **known)))
 
 
@@ -53,6 +56,7 @@ def test_settings_that_ranks_share_have_an_effect_with_several_ranks_only(settin
         ({"strategy": "shared-trunk", "trunk": "whole", "labels": "ride"}, {}, "every rank runs the whole trunk"),
         ({"freeze": "linear", "cache": "auto"}, {}, "--augment fresh never repeats a view"),
         ({"augment": "none", "shuffle": "global", "cache": "auto", "freeze": "linear"}, {}, "add --cache-shared"),
+        ({"flips": "on"}, {"flips": False}, "a flipped image of digits may not belong to the same class"),
         ({"statistics": "kept"}, {}, "no trained block has BatchNorm"),
         ({"freeze": "coherence", "min_gain": 0.1, "freeze_warmup": 900}, {}, "(0.1) have no effect: there are no vot"),
         ({"strategy": "subnets", "model": "mlp-16", "augment": "none", "cache": "on"}, {}, "no block is frozen"),
@@ -70,3 +74,11 @@ def test_settings_that_ranks_share_have_an_effect_with_several_ranks_only(settin
 def test_a_setting_without_effect_has_a_note_with_the_reason(settings: Settings, where: Settings, words: str) -> None:
     found = notes(settings, **where)
     assert words in found and bool(words) == (" no effect: " in found) == found.startswith("--"), found
+
+
+def test_a_reason_does_not_name_the_setting_again() -> None:
+    config = from_dict({"freeze": "auto", "epochs": 2, "shuffle": "global", "lr": 0.1})
+    known = {"flips": True, "side": 32, "decodes": False, "ranks": 1, "replicas": 1}
+    alone = without_effect(Plan(config=config, asked=config, parts=(Stretch(from_dict(EXACT)),), **known))
+    assert "--epochs (2) has limited effect: it leaves room only for fitting the head" in alone
+    assert "--shuffle (global), --lr (0.1) have no effect: --epochs (2) leaves room only for fitting the head" in alone

@@ -27,6 +27,8 @@ INSTEAD = {
     "cifar100": "digits",
     "/scratch/cache": "cache",
     "resnet18": "shufflenet_v2_x0_5",
+    "resnet110": "resnet20",
+    "224": "32",
 }
 """Words of commands and their replacements, which need no network, no other data and little time."""
 TABLES = {

@@ -13,7 +13,7 @@ import yaml
 import hvfreeze
 from hvfreeze.errors import RefusedError
 from hvfreeze.model.settings import ModelConfig
-from hvfreeze.training.stage_build import Blueprint
+from hvfreeze.training.blueprint import Blueprint
 from tests.program import call
 from tests.single.refusing import refused
 

@@ -9,7 +9,9 @@ import pytest
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
-from hvfreeze.training.build import environment_of, open_agreed_corpus
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.training.build import environment_of
+from hvfreeze.training.samples import open_agreed_corpus
 
 
 class First(SoloWorld):
@@ -41,4 +43,4 @@ def test_timm_must_be_the_same_where_the_model_is_its() -> None:
 def test_ranks_that_meet_each_others_samples_are_not_given_a_cache_each() -> None:
     config = from_dict({"shuffle": "global", "cache": "on", "augment": "none"})
     with pytest.raises(UsageError, match=r"--shuffle \(global\) needs --cache off or --cache-shared"):
-        open_agreed_corpus(config, First(), holds_out=False)
+        open_agreed_corpus(config, First(), holds_out=False, clock=PhaseClock(SET_UP_PHASES))

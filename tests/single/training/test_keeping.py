@@ -13,7 +13,7 @@ import torch
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
-from hvfreeze.errors import Preempted, RefusedError, UsageError
+from hvfreeze.errors import Preempted, RefusedError
 from hvfreeze.strategies.base import MODEL
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Best, Score
@@ -117,20 +117,6 @@ def test_going_on_from_an_older_checkpoint_the_best_is_the_one_of_then(
     (directory / "summary.json").unlink()
     with pytest.raises(RefusedError, match=r"best-step-.*\.model\.pt, the best model so far, is missing"):
         trained(monkeypatch, directory, resume=True, **short)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"keep": "best"}, "--keep needs --validation-fraction F, such as 0.1"),
-        ({"early_stop": 3}, "--early-stop needs --validation-fraction F"),
-        ({"keep": "all"}, r"--keep \(all\) must be one of last, best"),
-        ({"early_stop": 0, "validation_fraction": 0.1}, r"--early-stop \(0\) must be at least 1"),
-    ],
-)
-def test_nothing_is_chosen_on_the_test_set(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        from_dict(changes)
 
 
 def test_of_models_that_are_as_often_right_the_one_of_lower_loss_is_better() -> None:

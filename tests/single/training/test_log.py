@@ -9,7 +9,7 @@ import pytest
 
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.runs import progress
-from tests.program import call
+from tests.program import call, succeed
 
 SMALL = "digits --model mlp-16x16 --image-size 8 --train-samples 100 --batch-size 16 --threads 1".split()
 
@@ -19,11 +19,11 @@ def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     flags = (
         "--model shufflenet_v2_x0_5 --image-size 32 --train-samples 60 --batch-size 16 --epochs 4 --threads 1".split()
     )
-    outcome = call("auto", "digits", *flags, "--run-dir", str(tmp_path / "run"))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed("auto", "digits", *flags, "--run-dir", str(tmp_path / "run"))
     lines = outcome.stdout.splitlines()
-    assert lines[1].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
-    assert lines[2] == ("note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights")
+    assert lines[0] == "loading digits and shufflenet_v2_x0_5", "at once: the rest may take a minute"
+    assert lines[2].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
+    assert lines[3] == "note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights"
     steps = [
         re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
         for line in lines

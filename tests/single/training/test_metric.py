@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvfreeze.training.evaluation import Best, Score
-from tests.program import call
+from tests.program import call, metrics_of, succeed, summary_of
 from tests.single.training.test_auto import FAR, Told, decided
 from tests.single.training.test_unequal_classes import FLAGS, save_images
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_model_is_kept_by_the_metric(tmp_path: Path) -> None:
     data = ["--data", "imagefolder", "--data-dir", str(save_images(tmp_path / "images", rare=9))]
     flags = [*FLAGS.split(), "--epochs", "3", "--keep", "best", "--validation-fraction", "0.3", "--metric", "auroc"]
-    outcome = call("train", *data, *flags, "--run-dir", str(tmp_path / "run"))
-    assert outcome.returncode == 0, str(outcome)
-    lines, summary = lines_of(tmp_path / "run"), json.loads((tmp_path / "run" / "summary.json").read_text())
+    succeed("train", *data, *flags, "--run-dir", str(tmp_path / "run"))
+    lines, summary = metrics_of(tmp_path / "run"), summary_of(tmp_path / "run")
     found = [line["test_auroc"] for line in lines]
     kept = summary["kept"]["model"]
     assert kept["metrics"]["auroc"] == max(found) == found[kept["epoch"]] and summary["test_auroc"] == found[-1]
@@ -36,7 +29,7 @@ def test_auto_compares_by_it_whichever_head_is_fitted(fit: str, tmp_path: Path) 
     flags = [*FLAGS.split(), "--head-fit", fit, "--metric", "macro-f1", "--epochs", "1"]
     outcome = call("auto", str(folder), *flags, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0 and "held-out accuracy" in outcome.stdout and "macro F1" in outcome.stdout
-    [solved] = [line for line in lines_of(tmp_path / "run") if line.get("verb") == "solve"]
+    [solved] = [line for line in metrics_of(tmp_path / "run") if line.get("verb") == "solve"]
     assert 0 <= solved["held_out_macro_f1"] <= 1
     assert solved["held_out_balanced_accuracy"] <= 1 and "held_out_auroc" not in solved
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import yaml
 from sklearn.metrics import f1_score, r2_score
 
 import hvfreeze
-from tests.program import call
+from tests.program import call, succeed, summary_of
 from tests.several import pairs, turned
 
 FLAGS = ["--model", "mlp-16x16", "--threads", "1", "--batch-size", "16"]
@@ -22,18 +21,12 @@ CONVOLUTIONS = ["--model", "shufflenet_v2_x0_5"]  # of images of any size
 MADE = {"pairs": pairs, "turned": turned}
 
 
-def summary_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return found
-
-
 @pytest.fixture(scope="module", params=["pairs", "turned"])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, str]:
     run = tmp_path_factory.mktemp(request.param) / "run"
-    outcome = call(
+    outcome = succeed(
         "auto", f"tests.several:{request.param}", *CONVOLUTIONS, *FLAGS[2:], "--epochs", "1", "--run-dir", str(run)
     )
-    assert outcome.returncode == 0, str(outcome)
     return request.param, run, outcome.stdout
 
 
@@ -52,8 +45,7 @@ def test_evaluate_finds_what_the_run_reported_and_scikit_learn_too(
     finished: tuple[str, Path, str], tmp_path: Path
 ) -> None:
     name, run, _ = finished
-    outcome = call("evaluate", str(run), "--trust-code", "--out", str(tmp_path))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed("evaluate", str(run), "--trust-code", "--out", str(tmp_path))
     found, summary = json.loads((tmp_path / "evaluation.json").read_text()), summary_of(run)
     applied, tested = hvfreeze.load_model(run), MADE[name]("test")
     logits = applied.logits(torch.stack([applied.transform(image) for image in tested.images])).numpy()
@@ -83,8 +75,7 @@ def test_predict_writes_labels_with_their_probabilities_or_numbers(
     tested = MADE[name]("test")
     for number, image in enumerate(tested.images[:20]):
         image.save(tmp_path / f"{number:02}.png")
-    outcome = call("predict", str(run), str(tmp_path))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed("predict", str(run), str(tmp_path))
     rows = list(csv.DictReader(outcome.stdout.splitlines()))
     assert len(rows) == 20
     if name == "pairs":
@@ -103,7 +94,7 @@ def test_predict_writes_labels_with_their_probabilities_or_numbers(
 
 def test_pages_have_their_metrics(finished: tuple[str, Path, str], tmp_path: Path) -> None:
     name, run, _ = finished
-    assert call("report", str(run), "--out", str(tmp_path)).returncode == 0
+    succeed("report", str(run), "--out", str(tmp_path))
     title = "Mean average precision" if name == "pairs" else "R^2"
     assert title in (tmp_path / "index.html").read_text()
     assert ("macro F1" if name == "pairs" else "R^2") in call("runs", str(run.parent)).stdout
@@ -123,8 +114,7 @@ def test_pages_have_their_metrics(finished: tuple[str, Path, str], tmp_path: Pat
 def test_every_way_to_train_takes_them(name: str, flags: str, tmp_path: Path) -> None:
     data = ["--data", f"tests.several:{name}", "--train-samples", "80"]
     model = CONVOLUTIONS if name == "pairs" else []
-    outcome = call("train", *data, *FLAGS, *model, *flags.split(), "--run-dir", str(tmp_path))
-    assert outcome.returncode == 0, str(outcome)
+    succeed("train", *data, *FLAGS, *model, *flags.split(), "--run-dir", str(tmp_path))
     summary = summary_of(tmp_path)
     assert "test_macro_f1" in summary if name == "pairs" else "test_r2" in summary
     card = yaml.safe_load((tmp_path / "model.yaml").read_text())
@@ -153,6 +143,6 @@ def test_huber_and_squared_losses_train_other_models(tmp_path: Path) -> None:
     digests = set()
     for loss in ("squared", "huber"):
         flags = ["--data", "tests.several:turned", *FLAGS, "--epochs", "1", "--train-samples", "64", "--loss", loss]
-        assert call("train", *flags, "--run-dir", str(tmp_path / loss)).returncode == 0
+        succeed("train", *flags, "--run-dir", str(tmp_path / loss))
         digests.add(summary_of(tmp_path / loss)["parameter_digest"])
     assert len(digests) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
 from hvfreeze.training.duplicates import duplicates_in_memory
-from tests.program import Outcome, call
+from tests.program import succeed, summary_of
 
 TRAIN = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
 TRAIN += ["--augment", "none", "--image-size", "16"]
@@ -41,27 +40,43 @@ def save_noise(folder: Path, *, training: int = 8, tested: int = 4) -> Path:
     return folder
 
 
-def train(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
-    """The notes on duplicates, and what summary.json says of them."""
-    outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
-    return told(outcome, run)
+Found = tuple[list[str], dict[str, int] | None]
+"""The notes of a run, and what summary.json says of them."""
 
 
-def told(outcome: Outcome, run: Path) -> tuple[list[str], dict[str, int] | None]:
-    assert outcome.returncode == 0, str(outcome)
-    found = json.loads((run / "summary.json").read_text()).get("evaluated_in_training")
-    return [line for line in outcome.stdout.splitlines() if "also in the training set" in line], found
+def duplicates(run: Path, *flags: str) -> Found:
+    """Train; return what was found of images in both splits."""
+    return found_in(run, flags, "also in the training set", "evaluated_in_training")
+
+
+def conflicts(run: Path, *flags: str) -> Found:
+    """Train; return what was found of training images in two classes."""
+    return found_in(run, flags, "have a duplicate in another class", "trained_in_two_classes")
+
+
+def found_in(run: Path, flags: Sequence[str], words: str, key: str) -> Found:
+    lines = succeed(*TRAIN, *flags, "--run-dir", str(run)).stdout.splitlines()
+    return [line for line in lines if words in line], summary_of(run).get(key)
+
+
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no image be kept in memory."""
+    monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
+
+
+def of(folder: Path) -> list[str]:
+    return ["--data", "imagefolder", "--data-dir", str(folder)]
 
 
 def test_nothing_is_said_of_different_images(tmp_path: Path) -> None:
-    assert train(save_noise(tmp_path / "data"), tmp_path / "run") == ([], None)
+    assert duplicates(tmp_path / "run", *of(save_noise(tmp_path / "data"))) == ([], None)
 
 
 def test_one_folder_for_both_splits_is_told(tmp_path: Path) -> None:
     folder = save_noise(tmp_path / "data")
     shutil.rmtree(folder / "test")
     (folder / "test").symlink_to(folder / "train")
-    [note], found = train(folder, tmp_path / "run")
+    [note], found = duplicates(tmp_path / "run", *of(folder))
     assert "of 16 evaluation images, 16 are also in the training set, such as " in note
     assert f"{folder}/test/a/0.webp = {folder}/train/a/0.webp: " in note
     assert found == {"found": 16, "compared": 16}
@@ -81,7 +96,7 @@ def test_a_copy_under_another_name_is_told(tmp_path: Path, duplicate: Callable[[
     # Of the lossy ones the pixels are those that the file gives.
     noise(1003).save(folder / "train" / "b" / "3.webp", lossless=True)
     duplicate(folder)
-    [note], found = train(folder, tmp_path / "run")
+    [note], found = duplicates(tmp_path / "run", *of(folder))
     assert "of 9 evaluation images, 1 is also in the training set" in note
     assert "another name" in note and "train/b/3.webp" in note and found == {"found": 1, "compared": 9}
 
@@ -91,12 +106,12 @@ def test_held_out_samples_are_what_is_compared_where_accuracy_is_on_them(tmp_pat
     copied(folder)
     for number in range(8):
         shutil.copy(folder / "train" / "a" / f"{number}.webp", folder / "train" / "a" / f"again {number}.webp")
-    [note], _ = train(folder, tmp_path / "run", "--validation-fraction", "0.5")
+    [note], _ = duplicates(tmp_path / "run", *of(folder), "--validation-fraction", "0.5")
     assert "of 12 evaluation images" in note and "/train/a/" in note and "/test/" not in note
 
 
 def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    stream(monkeypatch)
     monkeypatch.setattr(overlap, "MOST_FILES", 5)
     folder = save_noise(tmp_path / "data")
     for number in range(4):
@@ -109,7 +124,7 @@ def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: py
         return digests(source, ids)
 
     monkeypatch.setattr("hvfreeze.training.duplicates.digests_of_files", counted)
-    [note], found = train(folder, tmp_path / "run")
+    [note], found = duplicates(tmp_path / "run", *of(folder))
     tested, trained, _ = read
     assert len(tested) == 5 and len(trained) < 16
     copies = sum("copy" in path for path in tested)
@@ -122,29 +137,14 @@ def test_many_images_in_memory_are_looked_at_in_part(tmp_path: Path, monkeypatch
     folder = save_noise(tmp_path / "data")
     shutil.rmtree(folder / "test")
     shutil.copytree(folder / "train", folder / "test")
-    [note], found = train(folder, tmp_path / "run")
+    [note], found = duplicates(tmp_path / "run", *of(folder))
     assert "of 3 compared of 16 evaluation images" in note and "3 are also in the training set" in note
     assert found == {"found": 3, "compared": 3}
 
 
-class Ignorant(Dataset[tuple[Image.Image, int]]):
-    """A data set whose maker has forgotten its argument."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
-        return noise(row), row % 2
-
-
-def ignorant(*, split: str) -> Ignorant:
-    return Ignorant()
-
-
-def test_a_function_that_returns_one_split_for_both_is_told(tmp_path: Path) -> None:
-    outcome = call(*TRAIN, "--data", f"{__name__}:ignorant", "--run-dir", str(tmp_path / "run"))
-    [note], _ = told(outcome, tmp_path / "run")
-    assert "16 are also in the training set, such as sample 0 = sample 0" in note
+def ignorant(*, split: str) -> Dataset[Any]:
+    """The maker has forgotten the argument."""
+    return Noise(range(16))
 
 
 def copied_elsewhere(*, split: str) -> Dataset[Any]:
@@ -206,13 +206,12 @@ def test_own_images_that_are_streamed_are_looked_at_too(
     second: int,
     count: int,
 ) -> None:
-    monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+    stream(monkeypatch)
     monkeypatch.setattr(overlap, "MOST_DECODED", 4)
     if not decoded:
         monkeypatch.setattr("hvfreeze.training.duplicates.samples_to_decode", None)
     name = f"{__name__}:{made.__name__}"
-    outcome = call(*TRAIN, "--data", name, "--data-dir", str(tmp_path), "--run-dir", str(tmp_path / "run"))
-    [note], found = told(outcome, tmp_path / "run")
+    [note], found = duplicates(tmp_path / "run", "--data", name, "--data-dir", str(tmp_path))
     assert found == {"found": count, "compared": 4} and f"such as sample {first} = sample {second}:" in note
 
 
@@ -249,19 +248,11 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
 
     monkeypatch.setattr("hvfreeze.training.duplicates.digests_in_memory", counted)
     folder = save_noise(tmp_path / "data")
-    train(folder, tmp_path / "different")
+    duplicates(tmp_path / "different", *of(folder))
     assert digested == []
     copied(folder)
-    assert train(folder, tmp_path / "copied")[1] == {"found": 1, "compared": 9}
+    assert duplicates(tmp_path / "copied", *of(folder))[1] == {"found": 1, "compared": 9}
     assert len(digested) == 2, "the image and its copy"
-
-
-def conflict(folder: Path, run: Path, *flags: str) -> tuple[list[str], dict[str, int] | None]:
-    """The notes on conflicts in two classes, and what summary.json says of them."""
-    outcome = call(*TRAIN, "--data", "imagefolder", "--data-dir", str(folder), "--run-dir", str(run), *flags)
-    assert outcome.returncode == 0, str(outcome)
-    found = json.loads((run / "summary.json").read_text()).get("trained_in_two_classes")
-    return [line for line in outcome.stdout.splitlines() if "have a duplicate in another class" in line], found
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -269,12 +260,12 @@ def test_a_picture_in_two_training_classes_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     if streamed:
-        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
+        stream(monkeypatch)
     folder = save_noise(tmp_path / "data")
-    assert conflict(folder, tmp_path / "before") == ([], None)
+    assert conflicts(tmp_path / "before", *of(folder)) == ([], None)
     shutil.copy(folder / "train" / "b" / "3.webp", folder / "train" / "a" / "another name.webp")
     shutil.copy(folder / "train" / "b" / "4.webp", folder / "train" / "b" / "in its own class.webp")
-    [note], found = conflict(folder, tmp_path / "run")
+    [note], found = conflicts(tmp_path / "run", *of(folder))
     assert "2 have a duplicate in another class, such as" in note and "of 18 training images" in note
     assert f"{folder}/train/a/another name.webp (a) and {folder}/train/b/3.webp (b)" in note
     assert found is not None and found["found"] == 2 and (found["compared"] == 18) == (not streamed)
@@ -290,9 +281,9 @@ def test_of_very_many_equal_pictures_some_are_looked_at(tmp_path: Path, monkeypa
     for number, name in ((1, "a"), (2, "a"), (2, "b"), (3, "b")):
         shutil.copy(folder / "train" / "b" / f"{number}.webp", folder / "train" / name / "again.webp")
     monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 0)
-    assert conflict(folder, tmp_path / "run") == ([], None)
+    assert conflicts(tmp_path / "run", *of(folder)) == ([], None)
     monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 2**20)
-    assert conflict(folder, tmp_path / "other")[1] == {"found": 2, "compared": 18}
+    assert conflicts(tmp_path / "other", *of(folder))[1] == {"found": 2, "compared": 18}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -300,10 +291,8 @@ def test_a_picture_in_two_classes_of_ones_own_data_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     if streamed:
-        monkeypatch.setattr("hvfreeze.training.build.memory_budget", lambda local_size: 0)
-    outcome = call(*TRAIN, "--data", f"{__name__}:twice", "--run-dir", str(tmp_path / "run"))
-    assert outcome.returncode == 0, str(outcome)
-    [note] = [line for line in outcome.stdout.splitlines() if "duplicate in another class" in line]
+        stream(monkeypatch)
+    [note], _ = conflicts(tmp_path / "run", "--data", f"{__name__}:twice")
     assert "of 10 training images, 2 have a duplicate in another class, such as sample 0 (0) and sample 9 (1)" in note
 
 

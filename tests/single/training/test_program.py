@@ -24,7 +24,7 @@ from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.run import resume_advice
-from tests.program import ROOT, Outcome, call, contents
+from tests.program import ROOT, Outcome, call, contents, digest_of
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
 SMALL += ["--epochs", "1", "--threads", "1", "--lr", "0.01"]
@@ -32,10 +32,6 @@ SMALL += ["--epochs", "1", "--threads", "1", "--lr", "0.01"]
 
 def train(folder: Path, *flags: str) -> Outcome:
     return call("train", *SMALL, "--run-dir", str(folder), *flags)
-
-
-def digest(folder: Path) -> str:
-    return str(json.loads((folder / "summary.json").read_text())["parameter_digest"])
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def test_more_epochs_go_on_as_if_they_had_been_asked_for_at_first(run_dir: Path,
     assert "note: changed since the run started: epochs: 1 before, 2 now" in outcome.stdout
     straight = train(tmp_path / "straight", "--epochs", "2", "--quiet")
     assert (straight.returncode, straight.stdout) == (0, ""), str(straight)
-    assert digest(run_dir) == digest(tmp_path / "straight")
+    assert digest_of(run_dir) == digest_of(tmp_path / "straight")
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["epochs"] == 2
     assert "epoch 2 of 2 | 0 of 3 blocks frozen | " in (tmp_path / "straight" / "log.txt").read_text()
@@ -101,13 +97,13 @@ def test_other_threads_are_refused_unless_inexactness_is_accepted(run_dir: Path)
 def test_a_finished_run_is_complete_unless_its_summary_is_damaged(run_dir: Path) -> None:
     outcome = train(run_dir, "--resume", "--json")
     assert "is complete; nothing to do" in outcome.stdout and outcome.returncode == 0
-    assert json.loads(outcome.stdout.splitlines()[-1])["parameter_digest"] == digest(run_dir)
-    whole, ended = (run_dir / "summary.json").read_text(), digest(run_dir)
+    assert json.loads(outcome.stdout.splitlines()[-1])["parameter_digest"] == digest_of(run_dir)
+    whole, ended = (run_dir / "summary.json").read_text(), digest_of(run_dir)
     (run_dir / "summary.json").write_text(whole[: len(whole) // 2])
     outcome = train(run_dir, "--resume")
     assert outcome.returncode == 3 and "summary.json is damaged" in outcome.messages[0], str(outcome)
     (run_dir / "summary.json").unlink()
-    assert train(run_dir, "--resume").returncode == 0 and digest(run_dir) == ended
+    assert train(run_dir, "--resume").returncode == 0 and digest_of(run_dir) == ended
 
 
 def test_a_finished_run_whose_checkpoints_were_removed_stays_as_it_is(run_dir: Path) -> None:
@@ -278,7 +274,7 @@ def test_dropout_before_an_mlp_head_does_not_depend_on_when_the_model_was_looked
     for every in ("1", "3"):
         outcome = train(tmp_path / every, *flags, "--evaluate-every", every)
         assert outcome.returncode == 0, str(outcome)
-    assert digest(tmp_path / "1") == digest(tmp_path / "3")
+    assert digest_of(tmp_path / "1") == digest_of(tmp_path / "3")
 
 
 def test_a_batch_of_one_sample_trains_where_statistics_are_kept(tmp_path: Path) -> None:

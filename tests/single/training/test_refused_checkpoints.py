@@ -6,7 +6,6 @@ And what a whole one keeps, and one that was interrupted leaves.
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import threading
@@ -22,9 +21,10 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
 from hvfreeze.runs import checkpoint_file as checkpoint
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.training import checkpoint as saving
-from hvfreeze.training.build import load_share, open_corpus
-from tests.program import call, save_photos
+from hvfreeze.training.samples import load_share, open_corpus
+from tests.program import call, digest_of, save_photos, succeed, summary_of
 from tests.single.training.forging import Evil, forged, save_sections
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "64", "--batch-size", "16", "--epochs", "2"]
@@ -33,11 +33,6 @@ SMALL += ["--threads", "1", "--freeze", "linear", "--interval", "3", "--freeze-w
 
 def resume(folder: Path) -> Any:
     return call("train", *SMALL, "--run-dir", str(folder), "--resume")
-
-
-def digest_of_run(folder: Path) -> str:
-    digest: str = json.loads((folder / "summary.json").read_text())["parameter_digest"]
-    return digest
 
 
 def refused(folder: Path, words: str) -> None:
@@ -59,20 +54,30 @@ def stopped_before_its_end(finished: Path, folder: Path) -> Path:
 def test_the_program_refuses_a_damaged_checkpoint_and_goes_on_from_the_one_before(
     finished: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
+    folder, probe, code = tmp_path / "run", tmp_path / "code-was-run", io.BytesIO()
     newest = stopped_before_its_end(finished, folder)
-    whole = newest.read_bytes()
+    whole, opened = newest.read_bytes(), checkpoint.open_checkpoint(newest, size=1)
+    shared, own = (bytes(opened.section(number).numpy()) for number in range(2))
     logs = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "decisions.jsonl")}
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    for damaged in (bytes(flipped), whole[:-1], b""):
-        newest.write_bytes(damaged)
-        refused(folder, f"{newest} is damaged")
+    torch.save({"step": opened.step, "evil": Evil(probe)}, code)
+    evil = [forged(*sections, step=opened.step) for sections in ((code.getvalue(), own), (shared, code.getvalue()))]
+    damaged = f"{newest} is damaged"
+    for content, words in (
+        (bytes(flipped), damaged),
+        (whole[:-1], damaged),
+        (b"", damaged),
+        *((each, "contains more than plain values") for each in evil),
+    ):
+        newest.write_bytes(content)
+        refused(folder, words)
+        assert not probe.exists()
     assert {name: (folder / name).read_bytes() for name in logs} == logs
     newest.unlink()
     resumed = resume(folder)
     assert resumed.returncode == 0, str(resumed)
-    assert digest_of_run(folder) == digest_of_run(finished)
+    assert digest_of(folder) == digest_of(finished)
     assert (folder / "decisions.jsonl").read_bytes() == logs["decisions.jsonl"]
 
 
@@ -92,7 +97,7 @@ def test_the_program_refuses_a_checkpoint_of_another_model_or_setting(finished: 
 def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[str], tmp_path: Path) -> None:
     words = "auto digits --model resnet20 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path)]
-    assert call(*flags).returncode == 0
+    succeed(*flags)
     newest = checkpoint.newest(tmp_path / "checkpoints")
     assert newest is not None
     opened = checkpoint.open_checkpoint(newest, size=1)
@@ -106,11 +111,11 @@ def test_auto_never_offers_to_go_on_with_another_number_of_ranks(inexact: list[s
 def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_journal(tmp_path: Path) -> None:
     words = "auto digits --model tests.kept.small_model:small --train-samples 60 --batch-size 8 --threads 1"
     flags = [*words.split(), "--run-dir", str(tmp_path), "--epochs"]
-    assert call(*flags, "4").returncode == 0
-    ended = digest_of_run(tmp_path)
+    succeed(*flags, "4")
+    ended = digest_of(tmp_path)
     outcome = call(*flags, "6", "--resume")
     assert outcome.returncode == 3 and "auto: epochs: 4 before, 6 now" in outcome.messages[0], str(outcome)
-    assert "is complete" in call(*flags, "4", "--resume").stdout and digest_of_run(tmp_path) == ended
+    assert "is complete" in call(*flags, "4", "--resume").stdout and digest_of(tmp_path) == ended
     newest = checkpoint.newest(tmp_path / "checkpoints")
     assert newest is not None
     shared, own = states_in(newest)
@@ -119,7 +124,7 @@ def test_auto_is_not_resumed_with_other_epochs_nor_from_a_checkpoint_without_a_j
     save_sections(newest.parent, [checkpoint.packed(shared), checkpoint.packed(own)], step=shared["step"])
     outcome = call(*flags, "4", "--resume")
     assert outcome.returncode == 3 and "has no journal: an earlier version" in outcome.messages[0], str(outcome)
-    assert digest_of_run(tmp_path) == ended, "nothing is lost"
+    assert digest_of(tmp_path) == ended, "nothing is lost"
 
 
 def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others_of_their_size(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others
         path.unlink()
     words = f"train --model mlp-16x16 --data imagefolder --data-dir {photos} --batch-size 16 --threads 1"
     flags = [*words.split(), "--checkpoint-every", "1", "--run-dir", str(folder)]
-    assert call(*flags, "--epochs", "1").returncode == 0
+    succeed(*flags, "--epochs", "1")
     for name, split in (("train/a/07.bmp", "train"), ("test/b/02.bmp", "test")):
         path, before = photos / name, (photos / name).read_bytes()
         times = path.stat()
@@ -139,19 +144,7 @@ def test_the_program_refuses_a_checkpoint_of_images_that_were_replaced_by_others
         outcome = call(*flags, "--epochs", "2", "--resume")
         assert outcome.returncode == 3 and f"was trained on other data ({split})" in outcome.messages[0], str(outcome)
         path.write_bytes(before)
-    assert call(*flags, "--epochs", "2", "--resume").returncode == 0
-
-
-def test_the_program_runs_no_code_that_a_checkpoint_holds(finished: Path, tmp_path: Path) -> None:
-    newest = stopped_before_its_end(finished, tmp_path / "run")
-    opened, probe = checkpoint.open_checkpoint(newest, size=1), tmp_path / "code-was-run"
-    sections = [bytes(opened.section(number).numpy()) for number in range(2)]
-    buffer = io.BytesIO()
-    torch.save({"step": opened.step, "evil": Evil(probe)}, buffer)
-    for evil in ([buffer.getvalue(), sections[1]], [sections[0], buffer.getvalue()]):
-        newest.write_bytes(forged(*evil, step=opened.step))
-        refused(tmp_path / "run", "contains more than plain values")
-        assert not probe.exists()
+    succeed(*flags, "--epochs", "2", "--resume")
 
 
 def test_the_program_refuses_logs_that_lack_lines(finished: Path, tmp_path: Path) -> None:
@@ -175,7 +168,7 @@ def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from
     folder, weights = tmp_path / "run", tmp_path / "w.pt"
     shutil.copy(finished / "model.pt", weights)
     monkeypatch.chdir(tmp_path)
-    assert call("train", *SMALL, "--weights", "w.pt", "--statistics", "batch", "--run-dir", "run").returncode == 0
+    succeed("train", *SMALL, "--weights", "w.pt", "--statistics", "batch", "--run-dir", "run")
     newest = checkpoint.newest(folder / "checkpoints")
     assert newest is not None
     step, (shared, own) = checkpoint.open_checkpoint(newest, size=1).step, states_in(newest)
@@ -187,8 +180,7 @@ def test_a_run_goes_on_by_its_configuration_wherever_its_weights_were_named_from
         save_sections(newest.parent, [checkpoint.packed(state), checkpoint.packed(own)], step=step)
         (folder / "summary.json").unlink()
         monkeypatch.chdir(tmp_path / place)
-        outcome = call("train", "--run-dir", str(folder), "--resume")
-        assert outcome.returncode == 0, str(outcome)
+        succeed("train", "--run-dir", str(folder), "--resume")
 
 
 MEAN = (0.25, 0.5, 0.75)
@@ -206,7 +198,7 @@ def weights_of(finished: Path, folder: Path) -> Path:
 def test_a_run_goes_on_only_with_the_mean_and_std_that_it_began_with(finished: Path, tmp_path: Path) -> None:
     folder, weights = tmp_path / "run", weights_of(finished, tmp_path)
     flags = ["train", *SMALL, "--weights", str(weights), "--statistics", "batch", "--run-dir", str(folder)]
-    assert call(*flags).returncode == 0
+    succeed(*flags)
     assert yaml.safe_load((folder / "model.yaml").read_text())["image"]["mean"] == list(MEAN)
     newest = checkpoint.newest(folder / "checkpoints")
     assert newest is not None
@@ -218,7 +210,7 @@ def test_a_run_goes_on_only_with_the_mean_and_std_that_it_began_with(finished: P
     # Checkpoints of before do not tell.
     shared["data"].pop("normalisation")
     save_sections(newest.parent, [checkpoint.packed(shared), checkpoint.packed(own)], step=shared["step"])
-    assert call(*flags, "--resume").returncode == 0
+    succeed(*flags, "--resume")
 
 
 class Rank1(SoloWorld):
@@ -231,9 +223,8 @@ class Rank1(SoloWorld):
 
 
 def test_all_ranks_normalise_as_rank_0_finds_that_the_weights_want_it(finished: Path) -> None:
-    config, world = from_dict({"data": "digits", "train_samples": 64, "weights": str(finished / "model.pt")}), Rank1()
-    options = {"seed": 0, "batch_size": 16, "replicas": 1, "whole_batches": True}
-    corpus = open_corpus(config.data, world, **options)  # type: ignore[arg-type]
+    config, world = from_dict({"train_samples": 64, "batch_size": 16, "weights": str(finished / "model.pt")}), Rank1()
+    corpus = open_corpus(config, world, replicas=1, clock=PhaseClock(SET_UP_PHASES))
     feed, evaluated, *_ = load_share(config, world, corpus, replica=0, rows=16)
     for images in (feed.images, evaluated):
         assert isinstance(images, Images) and images.transform.mean == MEAN
@@ -249,7 +240,7 @@ def test_processor_seconds_are_those_of_all_jobs_of_a_run(finished: Path, tmp_pa
         parts = [checkpoint.packed(shared), checkpoint.packed({**own, **kept})]
         save_sections(newest.parent, parts, step=shared["step"])
         assert resume(folder).returncode == 0
-        found.append(json.loads((folder / "summary.json").read_text())["cpu_seconds"] >= 1e6)
+        found.append(summary_of(folder)["cpu_seconds"] >= 1e6)
     assert found == [True, False]
 
 

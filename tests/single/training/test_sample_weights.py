@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hvfreeze.optim import Mixture, Objective
 from hvfreeze.row_weights import class_weights, scaled_weights
 from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
-from tests.program import call
+from tests.program import call, digest_of, succeed, summary_of
 from tests.single.refusing import refused
 from tests.single.training.test_unequal_classes import FLAGS, save_images
 
@@ -80,9 +79,8 @@ def digest(run: Path, words: str, data: str, *more: str) -> str:
     """Run a command on a table, and return the digest of its parameters."""
     command, *flags = words.split()
     given = [data] if command == "auto" else ["--data", data]
-    outcome = call(command, *given, *flags, *FLAGS.split(), "--run-dir", str(run), *more)
-    assert outcome.returncode == 0, str(outcome)
-    return str(json.loads((run / "summary.json").read_text())["parameter_digest"])
+    succeed(command, *given, *flags, *FLAGS.split(), "--run-dir", str(run), *more)
+    return digest_of(run)
 
 
 TRAIN = "train --epochs 1"
@@ -119,16 +117,12 @@ def test_weights_are_those_of_the_samples_with_a_cache_and_after_a_resumption(tm
     digests = [digest(tmp_path / "cached", f"{words} 2", data, *cache), digest(tmp_path / "plain", f"{words} 2", data)]
     # Other weights can use the rows that are there.
     digest(tmp_path / "other", f"{words} 2", table(tmp_path / "images", {}), *cache)
-    written = [
-        json.loads((tmp_path / run / "summary.json").read_text())["cache"]["rows_written"]
-        for run in ("cached", "other")
-    ]
+    written = [summary_of(tmp_path / run)["cache"]["rows_written"] for run in ("cached", "other")]
     assert written[0] > 0 and written[1] == 0, written
     data = table(tmp_path / "images", {"rare": 4.5, "7.png": 3.0})
     digest(tmp_path / "resumed", f"{words} 1", data, *cache)
-    outcome = call("train", "--resume", "--run-dir", str(tmp_path / "resumed"), "--epochs", "2")
-    assert outcome.returncode == 0, str(outcome)
-    digests.append(json.loads((tmp_path / "resumed" / "summary.json").read_text())["parameter_digest"])
+    succeed("train", "--resume", "--run-dir", str(tmp_path / "resumed"), "--epochs", "2")
+    digests.append(digest_of(tmp_path / "resumed"))
     assert len(set(digests)) == 1, digests
     table(tmp_path / "images", {"rare": 4.0})
     again = call("train", "--resume", "--run-dir", str(tmp_path / "resumed"), "--epochs", "3")
@@ -139,4 +133,4 @@ def test_a_strategy_with_a_loss_of_its_own_refuses_weights(tmp_path: Path) -> No
     data = table(tmp_path / "images", {})
     words = ["train", "--data", data, "--strategy", "shared-trunk", *FLAGS.split(), "--run-dir", str(tmp_path / "run")]
     refused(call(*words), 2, "--strategy (shared-trunk) does not fit the dataset, which has sample weights", "none")
-    assert call(*words, "--weight-column", "none").returncode == 0
+    succeed(*words, "--weight-column", "none")

@@ -14,7 +14,7 @@ from PIL import Image
 from hvfreeze.heads import kernel
 from hvfreeze.runs import progress
 from hvfreeze.strategies.fitted_head import FittedHead
-from tests.program import Outcome, call
+from tests.program import Outcome, call, succeed, summary_of
 
 SMALL = [
     "--model",
@@ -29,9 +29,7 @@ SMALL = [
 
 
 def train(folder: Path, *flags: str) -> Outcome:
-    outcome = call("auto", "digits", *SMALL, "--run-dir", str(folder), *flags)
-    assert outcome.returncode == 0, str(outcome)
-    return outcome
+    return succeed("auto", "digits", *SMALL, "--run-dir", str(folder), *flags)
 
 
 @pytest.mark.parametrize("head_fit", ["kernel", "exact"])
@@ -50,7 +48,7 @@ def test_the_accuracy_that_is_told_is_of_samples_that_were_not_fitted(
     assert float(shown[1]) == pytest.approx(solve["held_out_loss"], abs=1e-3)
     assert float(tested[1]) == pytest.approx(100 * finish["test_accuracy"], abs=0.01)
     assert abs(held_out - float(tested[1])) < 12, "40 samples that a fit to the 360 others is judged by"
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     chosen = next(trial for trial in summary["head"]["trials"] if trial["penalty"] == summary["head"]["penalty"])
     assert chosen["whole"], "a fit to a part of the samples says less than what the model can do"
 
@@ -110,21 +108,21 @@ def test_a_damaged_sample_is_called_by_its_file(
         assert len(outcome.messages) == 1 and name in outcome.messages[0], str(outcome)
     else:
         assert f"warning: the head ignores 1 sample, whose features are far from all others: {name}" in outcome.stdout
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["head"]["left_out"] == [23]
+        assert summary_of(tmp_path / "run")["head"]["left_out"] == [23]
 
 
 def test_a_batch_that_the_smallest_shard_does_not_fill_is_lowered(tmp_path: Path) -> None:
     few = [flag for flag in SMALL if flag not in ("--batch-size", "16")]
     flags = [*few, "--train-samples", "24", "--run-dir", str(tmp_path / "few")]
-    told = call("auto", "digits", *flags)
-    assert told.returncode == 0 and "batch size 12 instead of 32: half of the 24 samples" in told.stdout, str(told)
-    assert json.loads((tmp_path / "few" / "summary.json").read_text())["head"]["rows"] == 24
-    again = call("auto", "digits", *flags, "--resume")
-    assert again.returncode == 0 and "is complete; nothing to do" in again.stdout, str(again)
+    told = succeed("auto", "digits", *flags)
+    assert "batch size 12 instead of 32: half of the 24 samples" in told.stdout, str(told)
+    assert summary_of(tmp_path / "few")["head"]["rows"] == 24
+    again = succeed("auto", "digits", *flags, "--resume")
+    assert "is complete; nothing to do" in again.stdout, str(again)
     for asked, words in (
         (["auto", "digits", "--batch-size", "25"], "batch size 12 instead of 25: half of the 24 samples"),
         (["train"], ": the 24 samples of the rank with the fewest"),
     ):
-        lowered = call(*asked, *flags[:-1], str(tmp_path / asked[0]))
-        assert lowered.returncode == 0 and words in lowered.stdout, str(lowered)
-    assert json.loads((tmp_path / "train" / "summary.json").read_text())["steps"] > 0
+        lowered = succeed(*asked, *flags[:-1], str(tmp_path / asked[0]))
+        assert words in lowered.stdout, str(lowered)
+    assert summary_of(tmp_path / "train")["steps"] > 0

@@ -18,7 +18,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.training.build import prepare
-from tests.program import call
+from tests.program import call, succeed, summary_of
 from tests.single.refusing import refused
 
 TEXT = "".join(f"def f{n % 10}(x):\n    return x + {n % 7}\n\n" for n in range(120))
@@ -31,15 +31,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("text")
     file, run = folder / "functions.py", folder / "run"
     file.write_text(TEXT)
-    outcome = call("train", *FLAGS.split(), "--data-dir", str(file), "--run-dir", str(run))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed("train", *FLAGS.split(), "--data-dir", str(file), "--run-dir", str(run))
     assert "bits per character" in outcome.stdout and "windows/s" in outcome.stdout
     return file, run
 
 
 def test_a_run_is_plain_pytorch(finished: tuple[Path, Path], tmp_path: Path) -> None:
     file, run = finished
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     words = FLAGS.replace("--", "").split()
     flags: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     given = {name.replace("-", "_"): int(v) if v.isdigit() else v for name, v in flags.items()} | {"lr": 0.003}
@@ -77,8 +76,8 @@ def test_its_model_goes_on_from_a_text(finished: tuple[Path, Path], tmp_path: Pa
     assert first.stdout == again.stdout != other.stdout
     out = tmp_path / "text.py"
     for temperature in ("0", "1e-308", "5e-324"):
-        likely = call("predict", str(run), "def", "--temperature", temperature, "--length", "5", "--out", str(out))
-        assert likely.returncode == 0 and likely.stdout == f"5 characters: {out}\n", str(likely)
+        likely = succeed("predict", str(run), "def", "--temperature", temperature, "--length", "5", "--out", str(out))
+        assert likely.stdout == f"5 characters: {out}\n", str(likely)
     applied, text = hvfreeze.load_model(run), "def"
     for _ in range(5):
         logits = applied.model(torch.tensor([[applied.classes.index(c) for c in text]]))[0, :-1, -1]
@@ -88,9 +87,9 @@ def test_its_model_goes_on_from_a_text(finished: tuple[Path, Path], tmp_path: Pa
 
 def test_it_is_evaluated_on_its_own_text_and_on_another(finished: tuple[Path, Path], tmp_path: Path) -> None:
     file, run = finished
-    summary = json.loads((run / "summary.json").read_text())
-    own = call("evaluate", str(run), "--out", str(tmp_path))
-    assert own.returncode == 0 and "as the run reported" in own.stdout, str(own)
+    summary = summary_of(run)
+    own = succeed("evaluate", str(run), "--out", str(tmp_path))
+    assert "as the run reported" in own.stdout, str(own)
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["bits_per_character"] == pytest.approx(summary["test_bits_per_character"], rel=1e-12)
     other = call("evaluate", str(run), "--data-dir", str(file))
@@ -100,8 +99,8 @@ def test_it_is_evaluated_on_its_own_text_and_on_another(finished: tuple[Path, Pa
 
 
 def test_the_report_tells_bits_per_character(finished: tuple[Path, Path], tmp_path: Path) -> None:
-    assert call("report", str(finished[1]), "--out", str(tmp_path)).returncode == 0
-    summary = json.loads((finished[1] / "summary.json").read_text())
+    succeed("report", str(finished[1]), "--out", str(tmp_path))
+    summary = summary_of(finished[1])
     page = (tmp_path / "index.html").read_text()
     assert "Bits per character" in page and f"{summary['test_bits_per_character']:.3f}" in page
 
@@ -126,20 +125,6 @@ def test_what_makes_no_sense_is_refused(
     refused(call(*[places.get(word, word) for word in words]), 2, *fragments)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": "resnet18"}, r"--model \(resnet18\) must be tiny-lm or package:function with --data text"),
-        ({"data": "digits"}, r"--model \(tiny-lm\) must be given together with --data text"),
-        ({"image_size": 32}, "--image-size needs --data of images"),
-        ({"data": "digits", "model": "resnet18", "context": 9}, "--context needs --data text"),
-        ({"context": 1}, r"--context \(1\)"),
-        ({"mixup": 0.2}, "--mixup needs "),
-        ({"freeze": "auto"}, "--head-fit|--head "),
-        ({"strategy": "grid"}, r"--strategy \(grid\) must be replicas or local-sgd or stale-ring with --data text"),
-        ({"validation_fraction": 0.2}, r"--augment \(fresh\) must be none with --data text and --validation"),
-    ],
-)
-def test_settings_for_images_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        from_dict({"model": "tiny-lm", "data": "text", **settings})
+def test_auto_takes_no_text() -> None:
+    with pytest.raises(UsageError, match=r"--head \(multi-level\) must be last with --data text"):
+        from_dict({"model": "tiny-lm", "data": "text", "freeze": "auto"})

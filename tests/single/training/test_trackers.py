@@ -12,7 +12,7 @@ import pytest
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.runs import trackers
-from tests.program import call
+from tests.program import call, digest_of, succeed, summary_of
 
 FLAGS = ("--model", "mlp-16x16", "--train-samples", "32", "--batch-size", "16", "--threads", "1")
 
@@ -73,8 +73,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..., None], tmp_path: Path) -> None:
     use(mlflow=Remembers)
     flags = (*FLAGS, "--track", "mlflow", "--schedule", "cosine", "--freeze", "linear", "--run-dir", str(tmp_path))
-    made = call("train", *flags, "--epochs", "2", "--interval", "1")
-    assert made.returncode == 0 and "warning" not in made.stdout, str(made)
+    made = succeed("train", *flags, "--epochs", "2", "--interval", "1")
+    assert "warning" not in made.stdout, str(made)
     (one,) = Remembers.made
     assert one.step == 0 and one.closed is False
     assert one.settings["optimizer.epochs"] == "2" and one.settings["data.data"] == "digits"
@@ -91,10 +91,10 @@ def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..
     assert {step for name, step in one.told if name == "test_accuracy"} == {2, 4}
     votes = (tmp_path / "decisions.jsonl").read_text().splitlines()
     assert len(one.texts) == len(votes) and all(text.startswith("vote: cut ") for text in one.texts)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert one.summary["test_accuracy"] == summary["test_accuracy"]
     assert {"config.yaml", "metrics.jsonl", "decisions.jsonl", "accuracy.png", "phases.png", "cuts.png"} <= {*one.files}
-    assert call("train", *flags, "--epochs", "3", "--interval", "1", "--resume").returncode == 0
+    succeed("train", *flags, "--epochs", "3", "--interval", "1", "--resume")
     again = Remembers.made[1]
     assert again.identity == "mine" and again.step == 4
     assert {step for name, step in again.told if name == "test_accuracy"} == {6}
@@ -103,8 +103,7 @@ def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..
 def test_what_auto_does_is_told_by_verb(use: Callable[..., None], tmp_path: Path) -> None:
     use(mlflow=Remembers)
     flags = ("--model", "mlp-16x16", "--train-samples", "64", "--epochs", "1", "--threads", "1")
-    made = call("auto", "digits", *flags, "--track", "mlflow", "--run-dir", str(tmp_path))
-    assert made.returncode == 0, str(made)
+    succeed("auto", "digits", *flags, "--track", "mlflow", "--run-dir", str(tmp_path))
     assert {"solve/held_out_loss", "finish/test_accuracy"} <= {name for name, _ in Remembers.made[0].told}
 
 
@@ -129,9 +128,7 @@ def test_a_tracker_that_fails_changes_nothing_of_the_run(
     [line] = [line for line in tracked.stdout.splitlines() if "warning: " in line]
     assert f"tracking with mlflow is incomplete: {why}" in line
     assert Remembers.made[-1].closed is False, "the other tracker is told all the same"
-    digests = [
-        json.loads((tmp_path / name / "summary.json").read_text())["parameter_digest"] for name in ("plain", "tracked")
-    ]
+    digests = [digest_of(tmp_path / name) for name in ("plain", "tracked")]
     assert digests[0] == digests[1]
 
 
@@ -168,8 +165,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
     def run(name: str) -> Path:
         flags = (*FLAGS, "--track", name, "--run-dir", str(tmp_path / "runs" / "one"))
         for epochs, more in (("1", ()), ("2", ("--resume",))):
-            made = call("train", *flags, "--epochs", epochs, *more)
-            assert made.returncode == 0 and "warning" not in made.stdout, str(made)
+            made = succeed("train", *flags, "--epochs", epochs, *more)
+            assert "warning" not in made.stdout, str(made)
         return tmp_path / "runs"
 
     return run
@@ -199,7 +196,7 @@ def test_mlflow_finds_the_run_in_its_local_store(real: Callable[[str], Path]) ->
     [run] = client.search_runs([client.get_experiment_by_name("hvfreeze").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "one" and run.data.params["run.seed"] == "0"
     assert [each.step for each in client.get_metric_history(run.info.run_id, "test_accuracy")] == [2, 4]
-    summary = json.loads((runs / "one" / "summary.json").read_text())
+    summary = summary_of(runs / "one")
     assert run.data.metrics["summary/test_accuracy"] == summary["test_accuracy"]
     assert {"accuracy.png", "config.yaml"} <= {each.path for each in client.list_artifacts(run.info.run_id)}
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hvfreeze.data.class_shares import accuracy_in_words, majority_of
 from hvfreeze.metrics import balanced_accuracy
-from tests.program import Outcome, call
+from tests.program import Outcome, call, metrics_of, succeed, summary_of
 
 FLAGS = "--model mlp-16x16 --batch-size 8 --threads 1 --augment none"
 
@@ -63,8 +63,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = save_images(place / "images", rare=4)
     data = ["--data", "imagefolder", "--data-dir", str(folder)]
     words = ["auto", str(folder), "--epochs", "1"] if request.param == "auto" else ["train", *data, "--epochs", "2"]
-    outcome = call(*words, *FLAGS.split(), "--run-dir", str(place / "run"))
-    assert outcome.returncode == 0, str(outcome)
+    outcome = succeed(*words, *FLAGS.split(), "--run-dir", str(place / "run"))
     return place / "run", outcome.stdout
 
 
@@ -81,8 +80,8 @@ def test_every_line_with_an_accuracy_can_be_trusted_alone(run: tuple[Path, str])
 
 def test_files_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     place = run[0]
-    summary = json.loads((place / "summary.json").read_text())
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    summary = summary_of(place)
+    lines = metrics_of(place)
     for found in (summary, *(line for line in lines if "train_accuracy" in line)):
         assert found["train_majority_share"] == pytest.approx(18 / 22)
     for found in (summary, lines[-1]):
@@ -91,8 +90,7 @@ def test_files_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     assert card["majority_share"] == 0.9 and card["accuracy"] in (
         pytest.approx(0.9 * a + 0.1 * (2 * card["balanced_accuracy"] - a)) for a in np.arange(10) / 9
     )
-    evaluated = call("evaluate", str(place), "--out", str(tmp_path))
-    assert evaluated.returncode == 0, str(evaluated)
+    evaluated = succeed("evaluate", str(place), "--out", str(tmp_path))
     assert "always predicting common 90.00 %" in evaluated.stdout and ", balanced " in evaluated.stdout
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["majority_share"] == 0.9 and found["balanced_accuracy"] == pytest.approx(card["balanced_accuracy"])
@@ -102,7 +100,7 @@ def test_pages_have_it_too(run: tuple[Path, str], tmp_path: Path) -> None:
     place = run[0]
     listed = call("runs", str(place.parent))
     assert re.search(r"% \(balanced [\d.]+ %, majority 90.0 %\)", listed.stdout), str(listed)
-    assert call("report", str(place), "--out", str(tmp_path)).returncode == 0
+    succeed("report", str(place), "--out", str(tmp_path))
     page = (tmp_path / "index.html").read_text()
     assert "Balanced accuracy" in page and "Majority class" in page
     assert "always answering the largest class is 90.0 % accurate" in page
@@ -155,11 +153,10 @@ def test_models_with_labels_of_their_own_are_judged_by_these(tmp_path: Path) -> 
         "--epochs",
         "1",
     ]
-    outcome = call("train", *flags, "--data-dir", str(folder), "--run-dir", str(tmp_path / "run"))
-    assert outcome.returncode == 0, str(outcome)
-    models = json.loads((tmp_path / "run" / "summary.json").read_text())["models"]
+    succeed("train", *flags, "--data-dir", str(folder), "--run-dir", str(tmp_path / "run"))
+    models = summary_of(tmp_path / "run")["models"]
     assert "test_majority_share" not in models["model-even"] and models["model-odd"][
         "test_majority_share"
     ] == pytest.approx(16 / 18)
-    assert call("report", str(tmp_path / "run"), "--out", str(tmp_path / "report")).returncode == 0
+    succeed("report", str(tmp_path / "run"), "--out", str(tmp_path / "report"))
     assert "Majority class" in (tmp_path / "report" / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""Open the part of a run that a verb works on: the model, the training samples and the strategy."""
+"""The parts of a run, one for each verb's settings: the model, the training samples and the strategy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Corpus, TrainFeed, augment_of
+from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.data.decoding import Images
-from hvfreeze.data.views import Augment, seen_shape
+from hvfreeze.data.views import Augment
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import release_model
@@ -23,91 +23,14 @@ from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.heads.probe import HeldOut, Probe, seen_by
 from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.model.blocks import Chain
-from hvfreeze.model.model_sources import build_model, set_memory_formats
-from hvfreeze.model.modes import in_evaluation, state_kept
+from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of
-from hvfreeze.model.settings import ModelConfig
 from hvfreeze.strategies.base import BuildContext, OpenModel, Strategy
 from hvfreeze.strategies.fitted_head import FittedHead, open_fitted_head
 from hvfreeze.strategies.opening import open_strategy
+from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.budget import Work
 from hvfreeze.wording import plural
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blueprint:
-    """The settings that a model is built from."""
-
-    model: ModelConfig
-    image_shape: tuple[int, ...]
-    """Shape of the model's input: (C, H, W) for images, (T,) for windows of text."""
-    classes: int
-    """Number of classes of the dataset; a strategy may build the model with another number."""
-    head: str = "last"
-    """Value of --head."""
-
-    @classmethod
-    def of(cls, model: ModelConfig, corpus: Corpus, *, image_size: int | None, head: str = "last") -> Blueprint:
-        """Return the blueprint of a model for the images of `corpus`, resized to `image_size` if that is given."""
-        shape = seen_shape(corpus.train.image_shape, image_size)
-        return cls(model=model, image_shape=shape, classes=len(corpus.train.classes), head=head)
-
-    def build(self, classes: int) -> tuple[Chain, list[str]]:
-        """Build the model in blocks for channels_last images, and return it with notes.
-
-        Random weights come from torch's generator, which the caller seeds.
-
-        Raises:
-            UsageError: the settings do not fit the model.
-            RefusedError: the weights are unreadable or belong to another model.
-        """
-        settings = self.model
-        built = build_model(
-            settings.model,
-            num_classes=classes,
-            weights=settings.weights,
-            reset_head=settings.reset_head,
-            image_size=max(self.image_shape[1:] or self.image_shape),
-            head=self.head,
-        )
-        built = set_memory_formats(built, self.image_shape)
-        # torchvision's models are known; other models are compared with their own forward pass.
-        other = ":" in settings.model
-        example = self.example() if other else None
-        chain = built.in_blocks(scheme=settings.blocks, example=example)
-        if built.chain is not None and example is not None:
-            chain.verify(example)
-        if example is not None:
-            self.check_outputs(chain, example, classes=classes)
-        return chain, built.notes
-
-    @torch.no_grad()
-    def check_outputs(self, chain: Chain, example: Tensor, *, classes: int) -> None:
-        """Raise UsageError unless a model that is not torchvision's returns one logit per class."""
-        # Logits of text are (N, classes, T), and a multi-level head replaces the model's own.
-        if len(self.image_shape) == 1 or self.head == "multi-level":
-            return
-        with state_kept(chain.model), in_evaluation(chain.model):
-            shape = tuple(chain(example).shape)
-        if shape != (len(example), classes):
-            raise UsageError(
-                f"--model ({self.model.model}) returns a tensor of shape {shape} for {len(example)} "
-                f"images instead of {(len(example), classes)}, one logit per class; give its last "
-                f"layer num_classes outputs, the argument of the function"
-            )
-
-    def example(self) -> Tensor:
-        """Return two random, reproducible samples as model input."""
-        shape, generator = (2, *self.image_shape), torch.Generator().manual_seed(0)
-        if len(self.image_shape) == 1:
-            return torch.randint(self.classes, shape, generator=generator)
-        return torch.rand(shape, generator=generator)
-
-    def build_from(self, seed: int) -> tuple[Chain, list[str]]:
-        """Seed torch's generator with `seed` and build the model for the dataset's classes."""
-        torch.manual_seed(seed)
-        return self.build(self.classes)
-
 
 HELD_OUT = 0.1
 """Share of the training samples that choose a fitted head's penalty and score a fine-tuned model."""
@@ -311,8 +234,8 @@ class Factory:
         many = settings.head.head_fit == "kernel" and settings.head.centres is None
         if self.asked_flips != "auto" or not (many and self.mirrors(settings)):
             return settings
-        rows = self.context.feed.plan.samples * max(1, self.augment(settings).num_views)
-        return replace(settings, data=replace(settings.data, flips="mean")) if rows > ALL_COMPARED else settings
+        is_much = self.rows(settings) > ALL_COMPARED
+        return replace(settings, data=replace(settings.data, flips="mean")) if is_much else settings
 
     def work(self, settings: Config, *, cut: int, evaluated: int) -> Work:
         """Return the work per verb of a run that fits a head with these settings and trains the blocks after `cut`.

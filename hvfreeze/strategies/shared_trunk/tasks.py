@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
-from hvfreeze.data.folders import first_few, meant_by
+from hvfreeze.data.folders import meant_by
 from hvfreeze.data.images import FileSource
 from hvfreeze.data.table_files import PARQUET, Table, read_table
 from hvfreeze.errors import RefusedError, UsageError
@@ -41,7 +41,7 @@ from hvfreeze.model.blocks import Chain
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from hvfreeze.training.settings import OptimizerConfig
-from hvfreeze.wording import plural
+from hvfreeze.wording import first_few, plural
 
 LOSSES = ("cross-entropy", "balanced")
 TABLES = (".csv", ".tsv", PARQUET)
@@ -218,7 +218,7 @@ def read_labels(tasks: list[Task], table: Table | None, corpus: Corpus) -> list[
     for name in ("sample", *(task.column for task in tasks)):
         if table.names.count(name) != 1:
             raise RefusedError(
-                f"--tasks: {table.path} must have one column {name}, but its columns are {table.names_in_words()}"
+                f"--tasks: {table.path} must have one column {name}, but its columns are {first_few(table.names)}"
             )
     sets = {"train": corpus.train, "test": corpus.evaluated}
     rows_of = {split: rows_by_name(image_set) for split, image_set in sets.items()}

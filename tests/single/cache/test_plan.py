@@ -68,7 +68,11 @@ DECISIONS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "slow disk, cut about to move": ({"epochs_until_move": 1.0, "rates": SLOW}, False, "probably change"),
     "cut that stays": ({"epochs_until_move": 4.0}, True, "saves"),
     "slow disk": ({"rates": SLOW}, False, "longer than computing"),
-    "disk that writes while batches are computed": ({"rates": replace(SLOW, read=1e-9)}, True, "saves"),
+    "disk that writes while batches are computed": (
+        {"rates": Rates(read=1e-9, write=4e-8), "epochs_left": 2.0},
+        True,
+        "saves",
+    ),
     "cheap prefix": ({"image_seconds": 0.0, "prefix_seconds": 1e-4}, False, "longer than computing"),
     "more views than epochs": ({"views": 9}, False, "none of 9 views will be read again"),
     "views that come again": ({"views": 4}, True, "saves"),

@@ -179,18 +179,14 @@ def see_that_stopped_runs_go_on(
     return straight
 
 
-def see_that_resumed_runs_are_equal(
-    world: World, root: Path, name: str, *, everywhere: bool, **settings: Any
-) -> list[list[int]]:
-    """Compare a run that is stopped with the one that never was; `everywhere` after every step."""
+def see_that_resumed_runs_are_equal(world: World, root: Path, name: str, **settings: Any) -> list[list[int]]:
+    """Compare a run that is stopped with the one that never was."""
     straight = run(configuration(root / f"{name}-straight", world.size, **settings), world)
     again = run(configuration(root / f"{name}-again", world.size, **settings), world)
     assert again["parameter_digest"] == straight["parameter_digest"], "two equal runs differ"
     steps = straight["steps"]
     # In the middle of an epoch, at its end, and after votes; every size at least once.
     stops = {2: [0, steps // EPOCHS, steps * 3 // 4], 3: [1, steps // EPOCHS]}.get(world.size, [steps * 3 // 4])
-    if everywhere:
-        stops = list(range(STEPS * EPOCHS))
     for stop in stops:
         see_that_it_goes_on_after(stop, straight, world, root, name, **settings)
     history: list[list[int]] = straight["cut_history"]
@@ -269,20 +265,19 @@ def see_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
 
 
 class Given(NamedTuple):
-    """What checks are called with: the ranks, where runs are, and whether one is stopped after every step."""
+    """The arguments of checks: the ranks, and the folder of runs."""
 
     world: World
     root: Path
-    everywhere: bool
 
 
 def check_voted_runs(given: Given) -> None:
     settings = {**VOTED, "signal": "local", "checkpoint_every": "0", "augment": "views:2"}
-    see_that_resumed_runs_are_equal(given.world, given.root, "voted", everywhere=given.everywhere, **settings)
+    see_that_resumed_runs_are_equal(given.world, given.root, "voted", **settings)
 
 
 def check_scheduled_runs_whose_exchange_is_chosen(given: Given) -> None:
-    world, root, _ = given
+    world, root = given
     reducer.UNCOMPRESSED_STEPS = 3
     thin = {"precision": "bfloat16", "compression": "powersgd:16", "accumulate": 3}
     # Clocks decide what auto chooses; here it is always the same.
@@ -290,7 +285,7 @@ def check_scheduled_runs_whose_exchange_is_chosen(given: Given) -> None:
     if world.size == 3:
         thin["compression"] = "auto"
     settings = {**SCHEDULED, "checkpoint_every": "3steps", **thin}
-    history = see_that_resumed_runs_are_equal(world, root, "scheduled", everywhere=False, **settings)
+    history = see_that_resumed_runs_are_equal(world, root, "scheduled", **settings)
     assert history[-1][2] > history[0][2], f"the cut never moved, so nothing was shown: {history}"
     if world.size > 1:
         other = {"compression": "powersgd:16" if world.size == 3 else "auto"}
@@ -305,11 +300,11 @@ def freeze_and_thaw(seen: Evidence) -> int:
 
 
 def check_runs_that_freeze_and_thaw(given: Given) -> None:
-    world, root, _ = given
+    world, root = given
     settings: dict[str, Any] = {"freeze": "coherence", "interval": 2, "freeze_warmup": 2, "augment": "views:2"}
     settings |= {"epochs": 6, "quorum": 0.25, "checkpoint_every": "0"}
     with patch.dict(CRITERIA, {"coherence": Criterion(freeze_and_thaw, watches="gains")}):
-        history = see_that_resumed_runs_are_equal(world, root, "thawed", everywhere=False, **settings)
+        history = see_that_resumed_runs_are_equal(world, root, "thawed", **settings)
         cached = run(configuration(root / "thawed-cached", world.size, **settings, cache="on"), world)
     cuts = [cut for _, _, cut in history]
     assert cuts[:3] == [0, 2, 0], f"nothing was frozen and thawed: {history}"
@@ -324,6 +319,6 @@ def check_one_rank_is_plain_pytorch(given: Given) -> None:
         see_plain_pytorch(given.world, given.root, accumulate=accumulate)
 
 
-def setting(world: World, root: Path, stops: str) -> Given:
+def setting(world: World, root: Path) -> Given:
     let_models_be_small()
-    return Given(world, root, everywhere=stops == "all")
+    return Given(world, root)

@@ -51,7 +51,7 @@ USAGE = [
     ("--shard-sizes 1,1", ["--shard-sizes (1,1)", "1 number, one for each shard", "shared-trunk"]),
     ("--model resnet19", ["resnet19", "did you mean", "resnet18"]),
     ("--model ../../resnet18", ["../../resnet18"]),
-    ("--model alexnet", ["image size (32)", "alexnet", "63"]),
+    ("--model alexnet", ["model (AlexNet) fails on images of 32x32", "--image-size 63 or more"]),
     ("--model vit_b_16 --image-size 40", ["image size (40)", "multiple of 16"]),
     ("--blocks conv1,nowhere", ["nowhere"]),
     ("--freeze static --cut -1", ["--cut (-1)"]),

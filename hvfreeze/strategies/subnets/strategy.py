@@ -294,7 +294,7 @@ class Subnets(RoundStrategy):
         return features
 
     def _continue_alone(self) -> None:
-        """Free the whole model after a look, and deal the neurons at the begin of a round."""
+        """Free the whole model after an evaluation, and deal the neurons at the start of a round."""
         if self._shown:
             self.exchange.free_whole()
             self._shown, self._statistics = False, None

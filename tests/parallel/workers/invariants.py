@@ -16,6 +16,7 @@ from hvfreeze.comm import agreement, replica_sync
 from hvfreeze.comm.reducer import Observer, Reducer
 from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
 from hvfreeze.comm.world import World
+from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import MemoryPixels
@@ -28,7 +29,9 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
-from hvfreeze.training import build
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.training import samples
+from hvfreeze.training.settings import OptimizerConfig
 from tests.parallel.workers.checking import messages
 from tests.program import save_photos
 
@@ -171,14 +174,14 @@ def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) ->
             exif[ORIENTATION] = 3
             Image.open(path).save(path, exif=exif)
     world.barrier(name="test.photos")
-    looks, look = [], build.list_data
-    build.list_data = lambda *of: looks.append(of) or look(*of)  # type: ignore[attr-defined,func-returns-value]
+    looks, look = [], samples.list_data
+    samples.list_data = lambda *of: looks.append(of) or look(*of)  # type: ignore[attr-defined,func-returns-value]
     try:
-        data = DataConfig(data="imagefolder", data_dir=folder)
-        options = {"seed": 0, "batch_size": 2, "replicas": world.size, "whole_batches": True}
-        corpus = build.open_corpus(data, world, **options)  # type: ignore[arg-type]
+        data, optimizer = DataConfig(data="imagefolder", data_dir=folder), OptimizerConfig(batch_size=2)
+        config, clock = Config(data=data, optimizer=optimizer), PhaseClock(SET_UP_PHASES)
+        corpus = samples.open_corpus(config, world, replicas=world.size, clock=clock)
     finally:
-        build.list_data = look  # type: ignore[attr-defined]
+        samples.list_data = look  # type: ignore[attr-defined]
     assert world.allgather_object(len(looks), name="test.looks") == [1] + [0] * (world.size - 1)
     alone = open_data("imagefolder", folder)
     for mine, theirs in ((corpus.train, alone.train), (corpus.evaluated, alone.test)):
@@ -186,7 +189,7 @@ def check_a_tree_of_images_is_read_by_one_rank_and_known_to_all(world: World) ->
         assert (mine.decode(3) == theirs.decode(3)).all() and torch.equal(mine.labels, theirs.labels)
     assert f"5 of {12 * world.size} train {TURNED}" in corpus.notes
     feed, evaluated = open_feeds(corpus, data, seed=0, replica=world.rank, budget_bytes=10**9, fits_head=False)
-    content = build.content_of(world, corpus, feed, evaluated)
+    content = samples.content_of(world, corpus, feed, evaluated)
     for part, image_set in (("train", alone.train), ("test", alone.test)):
         whole = MemoryPixels(image_set, image_set.ids, workers=1).content(image_set.ids)
         assert content[f"{part} pixels"] == f"{whole:016x}", "other ranks, the same content"

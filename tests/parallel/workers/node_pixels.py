@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,10 +29,11 @@ from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.strategies.opening import replicas_of
 from hvfreeze.strategies.settings import ReplicasConfig, StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training import build, node_pixels
+from hvfreeze.training import node_pixels, samples
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
 
@@ -85,13 +87,14 @@ def photos(world: World, **settings: Any) -> Iterator[DataConfig]:
 
 
 def opened(world: World, config: Config) -> Corpus:
+    small = replace(config, optimizer=replace(config.optimizer, batch_size=2))
     replicas = replicas_of(world, config.strategy)
-    return build.open_corpus(config.data, world, seed=0, batch_size=2, replicas=replicas, whole_batches=True)
+    return samples.open_corpus(small, world, replicas=replicas, clock=PhaseClock(SET_UP_PHASES))
 
 
 def loaded(world: World, config: Config, corpus: Corpus) -> tuple[TrainFeed, Inputs, list[str]]:
     replica = world.rank * corpus.plan.replicas // world.size
-    feed, evaluated, _, notes = build.load_share(
+    feed, evaluated, _, notes = samples.load_share(
         config, world, corpus, replica=replica, rows=config.optimizer.batch_size
     )
     return feed, evaluated, notes
@@ -221,7 +224,7 @@ def check_a_rank_that_finds_another_process_there_is_not_given_its_memory(world:
 
 
 def check_pixels_that_do_not_fit_are_streamed(world: World) -> None:
-    with photos(world, shuffle="global") as data, patch.object(build, "memory_budget", lambda local_size: 0):
+    with photos(world, shuffle="global") as data, patch.object(samples, "memory_budget", lambda local_size: 0):
         corpus = opened(world, Config(data=data))
         feed, evaluated, notes = loaded(world, Config(data=data), corpus)
         assert isinstance(feed.images, Images) and not isinstance(feed.images.pixels, MemoryPixels)

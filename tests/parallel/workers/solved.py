@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "augment": "views:2",
     "head": "multi-level",
     "head_fit": "exact",
-    "pool": 2,
+    "pool": 1,
 }
 
 

@@ -15,7 +15,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.inference import normalisation
 from hvfreeze.inference.card import read_card, write_card
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
-from hvfreeze.training import build
+from hvfreeze.training import samples
 from tests.program import call
 
 HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -107,7 +107,7 @@ def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.M
         looked.append(normalisation_of(*given))
         return looked[-1]
 
-    monkeypatch.setattr(build, "normalisation_of", look)
+    monkeypatch.setattr(samples, "normalisation_of", look)
     flags = "--model mlp-16x16 --train-samples 32 --batch-size 16 --epochs 1 --threads 1".split()
     outcome = call("train", *flags, "--run-dir", str(tmp_path / "run"))
     assert outcome.returncode == 0 and [each.describe() for each in looked] == [

@@ -116,7 +116,7 @@ def optimizer_bytes(*optimizers: torch.optim.Optimizer | None) -> int:
 
 
 class LocalPart:
-    """Blocks that one rank trains alone, with a random generator of their own.
+    """Blocks that one rank trains alone, with a separate random generator.
 
     So results do not depend on the rank, or on what else it trains.
 

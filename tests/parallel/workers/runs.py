@@ -230,7 +230,7 @@ def see_what_is_tried(world: World, root: Path, **settings: Any) -> None:
         "worth_trying": lambda forecasts, chosen: tuple(taken),
     }
     tale = patch.object(CompressionTrial, "add", lambda trial, seconds: add(trial, [taken[trial.now]] * len(seconds)))
-    settings |= {"compression": "auto", "checkpoint_every": "3steps", "epochs": 2 * EPOCHS + 1}
+    settings |= {"compression": "auto", "checkpoint_every": "3steps", "epochs": 3 * EPOCHS}
     with patch.multiple(compression_choice, **changes), tale:
         straight = run(configuration(root / "tried-straight", world.size, **settings), world)
         for stop in (4, 16):  # in the first round, and in the second

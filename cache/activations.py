@@ -354,7 +354,7 @@ class PrefixActivations:
         with self._guard("cache_read"):
             found = self._prefetcher.take(request)
             if found is not None:
-                # For good: what was trained on these rows stays what it is when their store is gone.
+                # It stays False after their store is removed: training has used these rows.
                 self._all_exact = self._all_exact and found[0].exact
             return found
         return None

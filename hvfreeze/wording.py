@@ -15,10 +15,10 @@ MOST_NAMED = 8
 """Number of entries of a list that a message names."""
 
 
-def first_few(names: Sequence[str], *, between: str = ", ") -> str:
-    """Return the first names of a list and the number of the others."""
-    more = len(names) - MOST_NAMED
-    return between.join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def first_few(names: Sequence[str], *, between: str = ", ", most: int = MOST_NAMED) -> str:
+    """Return the first `most` names of a list and the number of the others."""
+    more = len(names) - most
+    return between.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_time(seconds: float) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hvfreeze.comm.world import World
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads.rows import RowInfo, Rows
+from hvfreeze.wording import first_few
 
 SMALLEST_VARIATION = 1e-6
 """Ratio of standard deviation and mean below which a feature is float32 rounding noise."""
@@ -30,11 +31,9 @@ class FeaturesError(NumericsError):
 NO_CLASSES = torch.zeros(0, dtype=torch.int64)
 
 
-def numbered(samples: Sequence[int], *, most: int = 5) -> str:
-    """Return samples by number, at most `most` of them."""
-    more = len(samples) - most
-    shown = ", ".join(map(str, samples[:most])) + (f" and {more} more" if more > 0 else "")
-    return f"{'sample' if len(samples) == 1 else 'samples'} {shown}"
+def numbered(samples: Sequence[int]) -> str:
+    """Return the numbers of the first five samples, for messages."""
+    return f"{'sample' if len(samples) == 1 else 'samples'} {first_few([*map(str, samples)], most=5)}"
 
 
 @dataclass(frozen=True)

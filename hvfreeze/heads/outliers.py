@@ -50,7 +50,7 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor 
     standard = measure(rows, world=world)
     found = sketch(rows, standard, world=world, columns=columns, no_labels=no_labels)
     spread, passes = Spread(found.info, world=world), 2
-    known, sizes, suspects = spread.nobody, found.sizes, spread.far(found.sizes, SUSPECT)
+    known, sizes, suspects = spread.no_samples, found.sizes, spread.far(found.sizes, SUSPECT)
     # The farthest row determines the scale and hides nearer outliers, so repeat until there are no more.
     while len(suspects) > len(known):
         known, kept = suspects, spread.without(suspects)
@@ -69,7 +69,7 @@ def prepare(rows: Rows, *, world: World, columns: int = RANK, no_labels: Tensor 
 
 
 class Spread:
-    """The samples and classes of all ranks' rows, by which every rank finds the same outliers.
+    """The samples and classes of all ranks' rows. Every rank finds the same outliers in them.
 
     Equal sample numbers on two ranks are different samples, so samples are identified by number and rank.
     """
@@ -82,7 +82,7 @@ class Spread:
         # Rows with other labels than classes are treated as rows of one class.
         classes = info.labels if info.labels.dim() == 1 else torch.zeros_like(self._own)
         self._classes = world.allgather_rows(classes, name="head.classes")
-        self.nobody = self._own[:0]
+        self.no_samples = self._own[:0]
 
     def far(self, sizes: Tensor, times: float, *, known: Tensor | None = None) -> Tensor:
         """Return the samples with a row more than `times` the median distance from the mean, ascending. Collective.

@@ -26,6 +26,7 @@ from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
 from hvfreeze.model.weight_names import find_entry, place_of
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.user_code import HF, TIMM
+from hvfreeze.wording import first_few
 
 Triple = tuple[float, float, float]
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "local_critics.")
@@ -65,12 +66,14 @@ def read_state(path: str) -> tuple[dict[str, Tensor], list[str]]:
     unread = [key for key, tensor in state.items() if not _is_plain(tensor)]
     if unread:
         raise RefusedError(
-            f"weights ({path}) hold tensors without values, sparse, quantised or of 8-bit floats in {_first(unread)}; "
-            "save them as dense float32"
+            f"weights ({path}) hold tensors without values, sparse, quantised or of 8-bit floats in "
+            f"{first_few(unread, most=3)}; save them as dense float32"
         )
     broken = [key for key, tensor in state.items() if not _is_finite(tensor)]
     if broken:
-        raise RefusedError(f"weights ({path}) hold NaN or Inf, as float32, in {_first(broken)}; give an intact file")
+        raise RefusedError(
+            f"weights ({path}) hold NaN or Inf, as float32, in {first_few(broken, most=3)}; give an intact file"
+        )
     return state, notes
 
 
@@ -209,7 +212,7 @@ def load_weights(
     fitting = {key: tensor for key, tensor in fitting.items() if key not in ignored}
     if ignored:
         notes.append(
-            f"weights ({source}): ignoring a head of another {differs} ({_first(ignored)}); {head} is "
+            f"weights ({source}): ignoring a head of another {differs} ({first_few(ignored, most=3)}); {head} is "
             f"initialised at random"
         )
     elif absent:
@@ -239,7 +242,7 @@ def load_weights(
     ]
     found = {"missing": missing, "not part of the model": unexpected, "of another shape": reshaped}
     if missing or unexpected or reshaped:
-        what = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in found.items() if keys)
+        what = "; ".join(f"{kind}: {first_few(keys, most=3)}" for kind, keys in found.items() if keys)
         raise RefusedError(
             f"weights ({source}) do not fit {type(model).__name__}; choose the --model that they belong to ({what})"
         )
@@ -328,7 +331,11 @@ def _unwrapped(
     outside = [key for key in state if not key.startswith(prefix)]
     found |= {key: state[key] for key in outside if key in own and key not in found}
     left = [key for key in outside if key not in own]
-    notes = [f"weights ({source}): ignoring names that do not begin with {prefix}: {_first(left)}"] if left else []
+    notes = (
+        [f"weights ({source}): ignoring names that do not begin with {prefix}: {first_few(left, most=3)}"]
+        if left
+        else []
+    )
     return found, notes
 
 
@@ -385,7 +392,3 @@ def _other_size(own: Mapping[str, Tensor], state: Mapping[str, Tensor], key: str
     if key not in state or state[key].dim() != own[key].dim():
         return False
     return state[key].shape[:1] != own[key].shape[:1] and state[key].shape[1:] == own[key].shape[1:]
-
-
-def _first(keys: list[str], most: int = 3) -> str:
-    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")

@@ -243,8 +243,8 @@ def summary_table(groups: Sequence[Group]) -> Table:
 def optional_cells(group: Group, groups: Sequence[Group]) -> dict[str, str]:
     """Return the group's mean in each column that only some kinds of runs have; empty if no run of `groups` has any.
 
-    These are balanced accuracy and the share of the majority class where classes are unbalanced, the metrics by which
-    runs were compared, and bits per character of text.
+    These are balanced accuracy and the share of the majority class for imbalanced classes, the metrics that compare
+    runs, and bits per character of text.
     """
     runs = [run for other in groups for run in other.runs]
     metrics = dict.fromkeys(name for run in runs for name in run.measured)

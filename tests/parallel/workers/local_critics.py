@@ -143,7 +143,7 @@ def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
         interrupted(configure("alone"), trial.world, after=stop)
         if trial.alone is not None:
             resumed = run(configure("alone", resume=True, resume_inexact=True), trial.alone)
-            assert resumed["parameter_digest"] == straight["parameter_digest"], "one process goes on otherwise"
+            assert resumed["parameter_digest"] == straight["parameter_digest"], "a resumed run of one process differs"
             whole = run(configure("whole"), trial.alone)
             assert whole["parameter_digest"] == straight["parameter_digest"], "one process trains otherwise"
     let_runs_build(small_resnet)

@@ -95,7 +95,7 @@ def see_rounds_that_are_looked_at(trial: Trial, part: str, given: dict[str, Any]
     """Compare runs with and without checkpoints, and stopped in rounds; return the summary of one with checkpoints."""
     alone = run(trial.config("unseen", **given), trial.world)
     configure = partial(trial.config, **given, checkpoint_every="3steps")
-    # A run that is asked to leave does so at a round's end; one that is killed goes on from its last checkpoint.
+    # A run that is asked to leave does so at a round's end; a killed run continues from its last checkpoint.
     looked = [part, "other_collective_bytes"]
     straight = see_that_stopped_runs_go_on(configure, trial.world, [6], part=part, without=looked)
     assert straight["parameter_digest"] == alone["parameter_digest"], "a checkpoint changed the training"
@@ -105,7 +105,7 @@ def see_rounds_that_are_looked_at(trial: Trial, part: str, given: dict[str, Any]
     # After the checkpoint of step 6; rounds end at 5 and 10.
     killed(configure("killed"), trial.world, after=8)
     resumed = run(configure("killed", resume=True), trial.world)
-    assert resumed["parameter_digest"] == straight["parameter_digest"], "it goes on otherwise in the middle of a round"
+    assert resumed["parameter_digest"] == straight["parameter_digest"], "a run resumed in the middle of a round differs"
     if trial.world.rank == 0:
         seen, expected = (record_of(trial.root / name, without=looked) for name in ("killed", "straight"))
         assert seen == expected

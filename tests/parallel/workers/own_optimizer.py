@@ -169,7 +169,7 @@ class Text(nn.Module):
 def text_training(
     world: World, *, seed: int = 0, told: bool = True, **settings: Any
 ) -> tuple[Text, DistributedOptimizer, Callable[[int], None]]:
-    """Return a model, its optimizer, which is told an example of its inputs or waits for the first, and what trains."""
+    """Return a model, its optimizer and its training step; with `told`, the optimizer gets an example of the inputs."""
     torch.manual_seed(seed)
     model = Text()
     example = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6)} if told else None

@@ -153,7 +153,7 @@ def see_that_stopped_runs_go_on(
     part: str = "",
     without: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Compare runs that are stopped and go on with the one that never was; return its summary.
+    """Compare stopped and resumed runs with an uninterrupted one; return the summary of the latter.
 
     Args:
         configure: the settings of a run of this name; `resume` lets it go on.

@@ -1,4 +1,4 @@
-"""A clock for contests in which nobody works, and a row of the benchmark."""
+"""A clock for contests without real work, and a row of the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica's batches: each view of each of its samples once, what is held out of them, and what fills none."""
+"""A replica's batches: each view of each sample once, held-out samples, and samples that fill no batch."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Trial:
         return sum(set(each) == set(self._names_of(number)) for number, each in enumerate(self._rounds))
 
     def _names_of(self, number: int) -> tuple[str, ...]:
-        """Return the compressions of a round: without those that were far slower in the rounds before."""
+        """Return the compressions of a round; compressions that were far slower before have left."""
         steps = {name: step for name, (step, _) in medians_of(self._rounds[:number]).items()}
         return tuple(name for name in self.names if not steps or steps[name] <= FAR * min(steps.values()))
 

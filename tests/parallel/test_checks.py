@@ -31,8 +31,8 @@ PARTS = {
     "invariants": Part((3,), (1, 2, 4)),
     "runs": Part((1, 3), (2, 4)),
     "equal_runs": Part((3,)),
-    "staged": Part((2,), (3, 4)),
-    "cached": Part((2,), (3, 4)),
+    "staged": Part((2,)),
+    "cached": Part((2,), (3,)),
     "solved": Part((2,), (3,)),
     "judged": Part((2,), (3,)),
     "hub": Part((2,), (3,)),
@@ -61,7 +61,7 @@ PARTS = {
 
 
 SELDOM = {
-    "staged": ("parts", "cached", "budgets", "rounds"),
+    "staged": ("parts", "budgets", "rounds"),
     "runs": ("scheduled_runs_whose_exchange_is_chosen",),
     "invariants": ("a_saved_state_goes_on_where_gains_are_sampled",),
     "grid": ("a_resumed_run_is_the_uninterrupted_one", "a_grid_that_splits_no_batch_is_replicas_with_their_votes"),

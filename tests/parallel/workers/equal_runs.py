@@ -8,13 +8,13 @@ from hvfreeze.comm.world import World
 from tests.parallel.workers.checking import let_models_be_small
 from tests.parallel.workers.runs import Runs, lines
 
-SAMPLES = 96
-TRAINED = {"model": "shufflenet_v2_x0_5", "image_size": 32, "train_samples": SAMPLES, "batch_size": 8, "epochs": 3}
+SAMPLES = 48
+TRAINED = {"model": "shufflenet_v2_x0_5", "image_size": 32, "train_samples": SAMPLES, "batch_size": 4, "epochs": 2}
 FROZEN = {"lr": 0.01, "freeze": "static", "cut": 2, "augment": "none"}
 
 
 def check_ranks_without_evaluation_samples_cache_like_the_others(runs: Runs) -> None:
-    on, off = (runs(f"few-{mode}", **FROZEN, validation_fraction=0.021, cache=mode) for mode in ("on", "off"))
+    on, off = (runs(f"few-{mode}", **FROZEN, validation_fraction=0.042, cache=mode) for mode in ("on", "off"))
     held_out = f"{runs.world.size - 1} training samples are held out"
     assert held_out in (runs.root / "few-on" / "log.txt").read_text(), "each rank has one: this check says nothing"
     assert on["parameter_digest"] == off["parameter_digest"]
@@ -23,7 +23,7 @@ def check_ranks_without_evaluation_samples_cache_like_the_others(runs: Runs) -> 
 
 
 def check_ranks_that_meet_all_samples_share_what_each_has_computed(runs: Runs) -> None:
-    flags = {**FROZEN, "shuffle": "global", "epochs": 2}
+    flags = {**FROZEN, "shuffle": "global"}
     shared = {"cache": "on", "cache_shared": True, "cache_dir": str(runs.root / "cache")}
     uncached = runs("uncached", **flags)
     for name, written in (("first", SAMPLES), ("later", 0)):
@@ -35,7 +35,7 @@ def check_ranks_that_meet_all_samples_share_what_each_has_computed(runs: Runs) -
 
 
 def check_evaluating_less_often_changes_no_bit_of_the_training(runs: Runs) -> None:
-    votes = {"lr": 0.05, "freeze": "linear", "interval": 3, "freeze_warmup": 3}
+    votes = {"lr": 0.05, "freeze": "linear", "interval": 2, "freeze_warmup": 2, "epochs": 3}
     found = [runs(f"every-{epochs}", **votes, evaluate_every=epochs) for epochs in (1, 2)]
     often, seldom = (lines(runs.root / f"every-{epochs}", "metrics") for epochs in (1, 2))
     assert [line["test_accuracy"] is None for line in seldom] == [True, False, False]

@@ -11,7 +11,7 @@ from tests.hub_models import save_small
 from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.runs import SCHEDULED, Runs, configuration, interrupted
 
-AT = {2: ("vit",), 3: ("resnet", "convnext", "swin", "dinov2", "dinov2_with_registers")}
+AT = {2: ("vit",), 3: ("resnet", "swin")}
 """Kinds by the number of ranks: what one adds does not depend on that."""
 IS_INSTALLED = importlib.util.find_spec("transformers") is not None
 
@@ -30,18 +30,16 @@ def check_a_run_is_cached_and_resumed_bit_for_bit(world: World, folder: Path) ->
         model = small(world, folder, kind)
 
         def settings(name: str, kind: str = kind, model: str = model, **changes: object) -> object:
-            common = {**SCHEDULED, "interval": 3, "augment": "none", "epochs": 4, "checkpoint_every": "3steps"}
+            common = {**SCHEDULED, "interval": 3, "augment": "none", "epochs": 3, "checkpoint_every": "3steps"}
             where = folder / f"{kind}-{name}"
             return configuration(where, world.size, model=model, image_size=32, **{**common, **changes})
 
         plain = run(settings("plain"), world)  # type: ignore[arg-type]
-        cached = run(settings("cached", cache="on"), world)  # type: ignore[arg-type]
-        interrupted(settings("stopped", cache="on"), world, after=7)  # type: ignore[arg-type]
+        interrupted(settings("stopped", cache="on"), world, after=5)  # type: ignore[arg-type]
         resumed = run(settings("stopped", cache="on", resume=True), world)  # type: ignore[arg-type]
         assert len({cut for _, _, cut in plain["cut_history"]}) > 1, f"{kind}: the cut did not move"
-        for name, summary in {"cached": cached, "resumed": resumed}.items():
-            assert summary["parameter_digest"] == plain["parameter_digest"], f"{kind}, {name}: other bits"
-            assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{kind}, {name}: {summary}"
+        assert resumed["parameter_digest"] == plain["parameter_digest"], f"{kind}: other bits"
+        assert resumed["cache"]["exact"] is True and resumed["cache"]["rows_read"] > 0, f"{kind}: {resumed}"
 
 
 @with_folder

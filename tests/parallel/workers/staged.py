@@ -42,6 +42,8 @@ SETTINGS: dict[str, Any] = {
     "pool": 2,
     "checkpoint_every": "5steps",
 }
+FEW = {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
+"""Short rounds, of which none is good enough to be the last."""
 Ask = Callable[[Job, str], bool]
 """(job, what comes next: features, pass, step) -> whether the last rank asks to leave."""
 
@@ -165,49 +167,39 @@ def see_pretrained_blocks(runs: Runs, name: str, solved: dict[str, Any], run: di
 
 
 def check_rounds(runs: Runs) -> None:
-    """Stop a run in its trial, in both of its rounds, in between and in its fit; resume it each time."""
+    """Make a run, the same from a cache, and one that is stopped and resumed in each of its verbs."""
     given, losses = {"weights": weights_of(runs)}, (1.0, 0.5, 0.2, 0.2)
-    numbers = {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
-    with deciding(*losses, **numbers):
+    with deciding(*losses, **FEW):
         straight = runs("straight", **given)
     assert verbs_of(straight) == ["tune", "tune", "tune", "solve"], straight["verbs"]
     steps = [tuned["steps"] for tuned in tunings_of(straight)]
     assert sum(steps) == straight["steps"] and steps[1] < steps[2]
     cuts = [cut for _, _, cut in straight["cut_history"]]
     assert cuts[0] == 0 and max(cuts) > 0, "no vote has moved the cut: this test says little"
-    asks = {
-        "in the trial": (counted(2, "step", after=2), 1),
-        "at the end of the trial": (counted(steps[0] - 1, "step", after=2), 1),
-        "in the first round": (counted(1, "step", after=4), 2),
-        "in the second round": (counted(3, "step", after=8), 3),
-        "between features": (counted(0, "features", after=11), 3),
-        "in the fit": (counted(0, "pass", after=11), 3),
-    }
-    names = list(asks) if runs.world.size == 2 else ["in the second round", "in the fit"]
-    for name in names:
-        ask, recalled = asks[name]
-        with deciding(*losses, **numbers):
-            stopped(runs, name, ask, **given)
-        # Probes that are recalled are not made again.
-        with deciding(*losses[recalled:], **numbers):
-            same_run(runs, runs(name, resume=True, **given), name, straight)
-    with deciding(**numbers):
-        same_run(runs, runs("in the fit", resume=True, **given), "in the fit", straight)
-
-
-def check_cached(runs: Runs) -> None:
-    """Make a run from a cache, and one without."""
-    given = {"weights": weights_of(runs), "epochs": 6}
-    with deciding(1.0, 0.5):
-        straight = runs("uncached", **given)
-    with deciding(1.0, 0.5):
+    with deciding(*losses, **FEW):
         cached = runs("cached", cache="on", **given)
-    same_run(runs, cached, "cached", straight, of="uncached")
+    same_run(runs, cached, "cached", straight)
     assert cached["cache"]["rows_written"] > 0 and cached["cache"]["exact"]
+    asks = (
+        # In the trial, and at its end; probes that are recalled are not made again.
+        (counted(1, "step", after=2), 0),
+        (counted(steps[0] - 3, "step", after=2), 1),
+        # In the first round, and in the second.
+        (counted(0, "step", after=4), 1),
+        (counted(3, "step", after=8), 2),
+        # Between features, and in the fit.
+        (counted(0, "features", after=11), 3),
+        (counted(0, "pass", after=11), 3),
+    )
+    for number, (ask, recalled) in enumerate(asks):
+        with deciding(*losses[recalled:], **FEW):
+            stopped(runs, "stopped", ask, resume=number > 0, **given)
+    with deciding(*losses[3:], **FEW):
+        same_run(runs, runs("stopped", resume=True, **given), "stopped", straight)
 
 
 def check_trials(runs: Runs) -> None:
-    """Make runs whose trial, or first round of many samples, does not pay, or meets NaN."""
+    """Make runs whose trial does not pay, or meets NaN."""
     given = {"weights": weights_of(runs)}
     solved = runs("solved", **given, epochs=1)
     assert verbs_of(solved) == ["solve"], "one epoch has room for a head alone"
@@ -215,8 +207,6 @@ def check_trials(runs: Runs) -> None:
         found = {"tried": runs("tried", **given)}
     with deciding(1.0, SGD_RATE=1e30):
         found["diverged"] = runs("diverged", **given)
-    with deciding(1.0, 0.97, MANY_SAMPLES=1, FIRST_ROUND_STEPS=1, FIRST_ROUND_EPOCHS=1):
-        found["many"] = runs("many", **given)
     for name, run in found.items():
         assert verbs_of(run) == ["tune", "solve"], f"{name}: {run['verbs']}"
         assert tunings_of(run)[0]["is_finite"] == ("diverged" not in name), run["verbs"]
@@ -224,21 +214,18 @@ def check_trials(runs: Runs) -> None:
 
 
 def check_ends(runs: Runs) -> None:
-    """Make runs that end with the network's own last layer, and ones whose second round does not help."""
-    given, few = {"weights": weights_of(runs)}, {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
+    """Make runs that end with the network's own last layer: the last round, or the head, does not help."""
+    given = {"weights": weights_of(runs)}
     scores = iter([Score(0.5, 0.8), Score(0.6, 0.7)])
-    with deciding(1.0, 0.5, 0.2, 0.2, **few), patch.object(verbs, "score_held_out", lambda *_: next(scores)):
+    with deciding(1.0, 0.5, 0.2, 0.2, **FEW), patch.object(verbs, "score_held_out", lambda *_: next(scores)):
         reverted = runs("reverted", **given, auto_without="last-solve")
-    with deciding(1.0, 0.5, 0.5, **few), patch.object(verbs, "score_held_out", lambda *_: Score(0.0, 1.0)):
-        first = runs("first", **given, auto_without="last-solve")
-    assert verbs_of(reverted) == ["tune", "tune", "tune"] and verbs_of(first) == ["tune", "tune"]
-    assert reverted["parameter_digest"] == first["parameter_digest"], "not the network of the first round"
-    assert reverted["head"] is None and reverted["final_cut"] == 0
-    with deciding(1.0, 0.5, 0.5, **few), patch.object(verbs, "score_held_out", lambda *_: Score(0.0, 1.0)):
+    with deciding(1.0, 0.5, 0.5, **FEW), patch.object(verbs, "score_held_out", lambda *_: Score(0.0, 1.0)):
         own = runs("own", **given)
         again = runs("own", resume=True, **given)
-    assert verbs_of(own) == ["tune", "tune", "solve"] and own["head"] is None
-    assert own["parameter_digest"] == first["parameter_digest"] == again["parameter_digest"]
+    assert verbs_of(reverted) == ["tune", "tune", "tune"] and verbs_of(own) == ["tune", "tune", "solve"]
+    assert reverted["parameter_digest"] == own["parameter_digest"], "not the network of the first round"
+    assert again["parameter_digest"] == own["parameter_digest"]
+    assert reverted["head"] is None and own["head"] is None and reverted["final_cut"] == 0
     if runs.world.rank == 0:
         for name in ("own", "reverted"):
             assert hvfreeze.load_model(runs.root / name).card.head == "last", name
@@ -254,25 +241,20 @@ def check_parts(runs: Runs) -> None:
 
 
 def check_budgets(runs: Runs) -> None:
-    """Make runs that are given a time, by a clock that passes by itself."""
-    given = {"weights": weights_of(runs), "time_budget": "12s", "epochs": None}
-    made = {}
-    for name in ("timed", "timed-stopped"):
-        with clocked(runs.world), deciding(1.0, 0.5, 0.1):
-            if name == "timed":
-                made["timed"] = runs(name, **given)
-            else:
-                stopped(runs, name, counted(4, "step", after=4), **given)
+    """Make runs that are given a time, one of them stopped and resumed, by a clock that passes by itself."""
+    given = {"weights": weights_of(runs), "time_budget": "8s", "epochs": None}
+    with clocked(runs.world), deciding(1.0, 0.5, 0.1):
+        stopped(runs, "resumed", counted(4, "step", after=4), **given)
     with clocked(runs.world), deciding(0.1):
-        made["resumed"] = runs("timed-stopped", resume=True, **given)
+        made = {"resumed": runs("resumed", resume=True, **given)}
     with clocked(runs.world):
         plain = {"freeze": "linear", "head": "last", "head_fit": "sgd", "time_budget": "4s", "lr": 0.01}
-        made["plain"] = runs("timed-plain", **plain, epochs=None, pool=None)
+        made["plain"] = runs("plain", **plain, epochs=None, pool=None)
     for name, run in made.items():
         part = run["time_budget"]["spent"] / run["time_budget"]["seconds"]
         # What does not pay is not done, however much time is left.
         assert (0.7 if name == "plain" else 0.1) < part < 1.1, f"{name}: {run['time_budget']}"
-    assert verbs_of(made["timed"])[:2] == verbs_of(made["resumed"])[:2] == ["tune", "tune"]
+    assert verbs_of(made["resumed"])[:2] == ["tune", "tune"]
     assert made["plain"]["cut_history"][-1][2] > 0
 
 
@@ -281,6 +263,6 @@ def setting(world: World, root: Path) -> Runs:
     # A criterion that wants one block more as soon as it has seen gradients twice: short runs show no other.
     CRITERIA["coherence"] = Criterion(lambda seen: min(seen.cut + (seen.gains is not None), 4), watches="gains")
     # Two batches to a chunk, so that a rank has several.
-    rows.CHUNK_ROWS = 2 * BATCH
+    rows.CHUNK_ROWS, auto.TRIAL_STEPS = 2 * BATCH, 4
     settings = {**SETTINGS, "train_samples": 40 * world.size * 5 // 4}
     return Runs(world, root, settings, started=0.0)

@@ -113,7 +113,7 @@ def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:
 def check_a_run_goes_on_at_the_end_of_an_epoch_and_in_the_middle_of_a_round(trial: Trial) -> None:
     """With the trunk's features cached; looking, and the cache, change nothing."""
     given = {"local_steps": STEPS, "momentum": 0.9, "schedule": "cosine"}
-    given |= {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2"}
+    given |= {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2", "image_size": 16}
     configure = partial(trial.config, **given, cache="on", checkpoint_every="3steps")
     looked = ["subnets", "other_collective_bytes"]
     # A run that is asked to leave does so at a round's end. At an epoch's, nobody has looked at the model yet:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-CHILDREN = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc")
+CHILDREN = ("conv1", "bn1", "relu", "layer1", "layer2", "layer3", "avgpool", "fc")
 
 
 @dataclass
@@ -48,13 +48,13 @@ class Alone:
             for name in CHILDREN:
                 if name in self.own:
                     break
-                if name != "avgpool" or "layer4" in self.own:
+                if name != "avgpool" or "layer3" in self.own:
                     images = getattr(self.model, name).eval()(images)
         return images
 
     def logits(self, features: Tensor) -> Tensor:
-        if "layer4" in self.own:
-            features = self.model.layer4.train()(features)  # type: ignore[operator, union-attr]
+        if "layer3" in self.own:
+            features = self.model.layer3.train()(features)  # type: ignore[operator, union-attr]
         return self.model.fc(torch.flatten(self.model.avgpool(features), 1))  # type: ignore[operator]
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:

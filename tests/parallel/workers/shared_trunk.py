@@ -7,39 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.config.tree import Config
 from hvfreeze.inference.card import read_card
-from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training.build import prepare
 from hvfreeze.training.run import run
 from tests.parallel.twins.shared_trunk import Alone, seeded
 from tests.parallel.workers import checking
-from tests.parallel.workers.checking import as_runs_lay_out, differing
+from tests.parallel.workers.checking import as_runs_lay_out, differing, small_resnet
 from tests.parallel.workers.runs import lines, see_that_stopped_runs_go_on
 
-models: Any = torchvision.models
-BATCH, STEPS, EPOCHS, LR = 8, 4, 3, 0.03
-BOUNDARIES = {1: 64 * 8 * 8, 2: 64 * 8 * 8, 3: 128 * 4 * 4, 4: 256 * 2 * 2, 5: 512}
-"""Numbers of a sample behind stem, layer1, ..., layer4 of a ResNet for 32 pixels."""
+BATCH, STEPS, EPOCHS, LR = 8, 3, 2, 0.03
+BOUNDARIES = {1: 16 * 16 * 16, 2: 16 * 16 * 16, 3: 32 * 8 * 8, 4: 64 * 4 * 4}
+"""Numbers of a sample behind the stem and the three residual blocks, for 16 pixels."""
 SPARE = 5
 """Samples that an epoch leaves out."""
 
 
-def resnet(classes: int) -> nn.Module:
-    return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=classes)
-
-
-laid_out = as_runs_lay_out(resnet)
+laid_out = as_runs_lay_out(small_resnet)
 
 
 class Trial(checking.Trial):
     """Runs of a small network; see `checking.Trial`."""
 
     def __init__(self, world: World, root: Path) -> None:
-        super().__init__(world, root, resnet)
+        super().__init__(world, root, small_resnet)
         self.shown: dict[str, Any] = {}
 
     def config(self, name: str, **changes: Any) -> Config:
@@ -47,6 +41,7 @@ class Trial(checking.Trial):
             "strategy": "shared-trunk",
             "train_samples": (STEPS * BATCH + SPARE) * 5 // 4 + 1,
             "batch_size": BATCH,
+            "image_size": 16,
             "epochs": EPOCHS,
             "lr": LR,
             "weight_decay": 1e-2,
@@ -87,31 +82,41 @@ def inner(summary: dict[str, Any]) -> list[int]:
     return [stop for _, stop in summary["trunk"]["segments"][:-1]]
 
 
-def check_heads_are_those_that_are_trained_alone(trial: Trial) -> None:
-    """More models than ranks, labels that ride along; whole trunks give the same models."""
-    size, count = trial.world.size, 5
-    given = {"heads": count, "head_lr": "0.03,0.03,0.01,0.03,0.03"}
-    summary = run(trial.config("heads", labels="ride", **given), trial.world)
-    whole = run(trial.config("whole", trunk="whole", **given), trial.world)
+def check_heads_are_those_that_are_trained_alone_also_from_a_cache(trial: Trial) -> None:
+    """More models than ranks, labels that ride along; whole trunks give the same models, later epochs send nothing."""
+    size, count = trial.world.size, trial.world.size + 1
+    given = {"heads": count, "head_lr": ",".join(["0.01", *["0.03"] * size]), "augment": "none", "labels": "ride"}
+    summary = run(trial.config("heads", **given), trial.world)
+    whole = run(trial.config("whole", trunk="whole", **{**given, "labels": None}), trial.world)
     assert summary["parameter_digest"] == whole["parameter_digest"], "the baseline gives other models"
-    assert summary["allreduce_bytes"] == 0 and summary["cut_history"] == [[0, 0, 5]]
+    assert summary["allreduce_bytes"] == 0 and summary["cut_history"] == [[0, 0, 4]]
 
     steps = STEPS * EPOCHS
     segments = summary["trunk"]["segments"]
     last = len(segments) - 1
     per_batch = {
         "activations": sum(4 * BATCH * BOUNDARIES[stop] for stop in inner(summary)),
-        "features": (min(size, count) - 1) * 4 * BATCH * BOUNDARIES[5],
+        "features": (size - 1) * 4 * BATCH * BOUNDARIES[4],
         "labels": 8 * BATCH * (last * count + sum(1 for i in range(count) if i % size != last)),
     }
     assert summary["trunk"]["wire_bytes"] == {lane: steps * number for lane, number in per_batch.items()}, per_batch
     assert summary["trunk"]["forwards"] == [steps] * size
     assert whole["trunk"]["forwards"] == [steps] * size and sum(whole["trunk"]["wire_bytes"].values()) == 0
     held, all_of_it = summary["trunk"]["trunk_bytes"], whole["trunk"]["trunk_bytes"]
-    assert sum(held) == all_of_it[0] and (size == 1 or max(held) < all_of_it[0])
+    assert sum(held) == all_of_it[0] > max(held)
+
+    cached = run(trial.config("cached", cache="on", **given), trial.world)
+    assert cached["parameter_digest"] == summary["parameter_digest"] and cached["cache"]["exact"]
+    # One batch more than the epoch's, of the samples that it leaves out.
+    assert cached["trunk"]["forwards"] == [STEPS + 1] * size
+    assert cached["cache"]["rows_read"] >= STEPS * BATCH * (EPOCHS - 1) * size, cached["cache"]
     if trial.world.rank == 0:
+        first, *later = trial.wire_bytes("cached")
+        assert later == [{"activations": 0, "features": 0, "labels": 0}] * (EPOCHS - 1), later
+        assert first["activations"] == (STEPS + 1) * per_batch["activations"]
         labels = digits_labels()
-        for i, lr in ((0, LR), (2, 0.01), (4, LR)):
+        trial.shown = {"augment": "none"}
+        for i, lr in ((0, 0.01), (size, LR)):
             trial.compare("heads", f"head{i}", trial.alone("heads", own=("fc",), seed=i, labels=labels, lr=lr))
         line = lines(trial.root / "heads", "metrics")[-1]
         assert set(line["models"]) == {f"model-head{i}" for i in range(count)}
@@ -121,7 +126,7 @@ def check_heads_are_those_that_are_trained_alone(trial: Trial) -> None:
 
 
 def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
-    """Fewer models than ranks at 3 and 4; labels sent directly; one of the models trains two blocks."""
+    """Fewer models than ranks at 3; labels sent directly; one of the models trains two blocks."""
     folder, digits = trial.root / "tasks", digits_labels()
     if trial.world.rank == 0:
         folder.mkdir()
@@ -134,17 +139,17 @@ def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
     trial.world.barrier(name="test.tasks")
     given = {"tasks": str(folder / "tasks.yaml"), "augment": "views:2"}
     summary = run(trial.config("tasks-run", labels="direct", **given), trial.world)
-    assert summary["cut_history"] == [[0, 0, 4]]
-    size, segments = trial.world.size, summary["trunk"]["segments"]
-    source = {d: next(p for p, (a, b) in enumerate(segments) if a < d <= b) for d in (4, 5)}
-    owner = {4: 0, 5: 1 % size}
-    expected = sum(4 * BATCH * BOUNDARIES[d] for d in (4, 5) if source[d] != owner[d])
+    assert summary["cut_history"] == [[0, 0, 3]]
+    segments = summary["trunk"]["segments"]
+    source = {d: next(p for p, (a, b) in enumerate(segments) if a < d <= b) for d in (3, 4)}
+    owner = {3: 0, 4: 1}
+    expected = sum(4 * BATCH * BOUNDARIES[d] for d in (3, 4) if source[d] != owner[d])
     assert summary["trunk"]["wire_bytes"]["features"] == STEPS * EPOCHS * expected
-    assert summary["trunk"]["wire_bytes"]["labels"] == STEPS * EPOCHS * 8 * BATCH * (size > 1)
+    assert summary["trunk"]["wire_bytes"]["labels"] == STEPS * EPOCHS * 8 * BATCH
     if trial.world.rank == 0:
         trial.shown = {"augment": "views:2"}
         odd, rough = digits % 2, digits // 4
-        twin = trial.alone("tasks", own=("layer4", "fc"), seed=0, labels=odd, lr=0.02)
+        twin = trial.alone("tasks", own=("layer3", "fc"), seed=0, labels=odd, lr=0.02)
         trial.compare("tasks-run", "parity", twin)
         used = prepare(trial.config("used", heads=1), SoloWorld())
         counts = torch.bincount(rough[torch.from_numpy(used.feed.plan.shards[0])], minlength=3).float()
@@ -157,26 +162,9 @@ def check_tasks_have_their_own_labels_depths_and_losses(trial: Trial) -> None:
     trial.world.barrier(name="test.tasks.done")
 
 
-def check_the_line_falls_silent(trial: Trial) -> None:
-    """With a cache the second pass sends nothing, and the models are those without one."""
-    given = {"heads": trial.world.size, "augment": "none"}
-    plain = run(trial.config("plain", **given), trial.world)
-    cached = run(trial.config("cached", cache="on", **given), trial.world)
-    assert cached["parameter_digest"] == plain["parameter_digest"] and cached["cache"]["exact"]
-    first, *later = trial.wire_bytes("cached") if trial.world.rank == 0 else [{}, {}, {}]
-    if trial.world.rank == 0:
-        assert later == [{"activations": 0, "features": 0, "labels": 0}] * (EPOCHS - 1), later
-        # One batch more than the epoch's, of the samples that it leaves out.
-        per_batch = sum(4 * BATCH * BOUNDARIES[stop] for stop in inner(cached))
-        assert first["activations"] == (STEPS + 1) * per_batch
-    assert cached["trunk"]["forwards"] == [STEPS + 1] * min(5, trial.world.size)
-    rows = STEPS * BATCH * (EPOCHS - 1)
-    assert cached["cache"]["rows_read"] >= rows * trial.world.size, cached["cache"]
-
-
 def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
-    given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "3steps", "schedule": "cosine"}
-    see_that_stopped_runs_go_on(partial(trial.config, **given), trial.world, [2, STEPS + 1], without=["trunk"])
+    given = {"heads": 3, "head_blocks": 2, "labels": "ride", "checkpoint_every": "2steps", "schedule": "cosine"}
+    see_that_stopped_runs_go_on(partial(trial.config, **given), trial.world, [STEPS + 1], without=["trunk"])
 
 
 setting = Trial

@@ -16,8 +16,8 @@ from hvfreeze.training.run import run
 from tests.parallel.twins.subnets import Workers
 from tests.parallel.workers import local_sgd
 from tests.parallel.workers.checking import differing, let_models_be_small
-from tests.parallel.workers.local_sgd import EPOCHS, LR, STEPS, see_rounds_that_are_looked_at
-from tests.parallel.workers.runs import see_that_stopped_runs_go_on
+from tests.parallel.workers.local_sgd import EPOCHS, LR, STEPS, killed
+from tests.parallel.workers.runs import record_of, see_that_stopped_runs_go_on
 
 DECAY = 1e-2
 
@@ -59,7 +59,7 @@ def bytes_of_a_round(twin: Workers) -> int:
 
 def check_every_round_is_the_twin(trial: Trial) -> None:
     size = trial.world.size
-    for model, local_steps, momentum in (("mlp-13x10", 1, 0.0), ("mlp-13x10", 10, 0.9), ("mlp-9", 5, 0.0)):
+    for model, local_steps, momentum in (("mlp-13x10", 5, 0.9), ("mlp-9", 1, 0.0)):
         name = f"{model}-{local_steps}"
         summary = run(trial.config(name, model=model, local_steps=local_steps, momentum=momentum), trial.world)
         found, rounds = summary["subnets"], STEPS * EPOCHS // local_steps
@@ -78,17 +78,16 @@ def check_every_round_is_the_twin(trial: Trial) -> None:
         trial.world.barrier(name="test.twin")
 
 
-def check_alone_it_is_plain_training(trial: Trial) -> None:
-    if trial.world.size > 1:
-        return
-    for given in ({"model": "mlp-13x10"}, {"model": "resnet20", "head": "mlp-12x8", "freeze": "static", "cut": 4}):
-        names = []
-        for strategy in ({"strategy": "replicas"}, {"strategy": "subnets", "local_steps": 10}):
-            names.append(f"alone-{given['model']}-{strategy['strategy']}")
-            run(trial.config(names[-1], momentum=0.0, head_lr="0.01", **{**given, **strategy}), trial.world)
-        plain, found = (trial.model(name) for name in names)
+def check_one_process_trains_as_plainly(trial: Trial) -> None:
+    alone = trial.world.among([0])
+    if alone is not None:
+        given = {"momentum": 0.0, "head_lr": "0.01"}
+        run(trial.config("plain", strategy="replicas", **given), alone)
+        run(trial.config("alone", local_steps=10, **given), alone)
+        plain, found = trial.model("plain"), trial.model("alone")
         parameters = [name for name in plain if "running" not in name and "num_batches" not in name]
         assert [name for name in parameters if not torch.equal(plain[name], found[name])] == []
+    trial.world.barrier(name="test.alone")
 
 
 def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:
@@ -111,30 +110,33 @@ def check_other_ranks_take_over_the_model_with_its_pieces(trial: Trial) -> None:
             assert torch.equal(joined, parameter), f"{name} on {size} ranks"
 
 
-ON_A_TRUNK = {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2"}
-
-
-def check_a_run_goes_on_in_the_middle_of_a_round(trial: Trial) -> None:
+def check_a_run_goes_on_at_the_end_of_an_epoch_and_in_the_middle_of_a_round(trial: Trial) -> None:
     """With the trunk's features cached; looking, and the cache, change nothing."""
-    given = {"local_steps": 5, "momentum": 0.9, "schedule": "cosine", **ON_A_TRUNK}
-    straight = see_rounds_that_are_looked_at(trial, "subnets", {**given, "cache": "on"})
-    assert straight["cache"]["rows_read"] > 0 and straight["cut_history"] == [[0, 0, 4]]
-    uncached = run(trial.config("uncached", **given, cache="off"), trial.world)
-    assert uncached["parameter_digest"] == straight["parameter_digest"], "the cache changed the training"
-
-
-def check_a_run_that_left_at_the_end_of_an_epoch_is_evaluated_as_if_it_had_not(trial: Trial) -> None:
-    """Nobody has looked at the model there yet: BatchNorm's statistics are those of the batches before."""
-    configure = partial(trial.config, local_steps=STEPS, checkpoint_every="0", cache="on", **ON_A_TRUNK)
+    given = {"local_steps": STEPS, "momentum": 0.9, "schedule": "cosine"}
+    given |= {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2", "image_size": 16}
+    configure = partial(trial.config, **given, cache="on", checkpoint_every="3steps")
     looked = ["subnets", "other_collective_bytes"]
-    see_that_stopped_runs_go_on(configure, trial.world, [STEPS - 1], part="subnets", without=looked)
+    # A run that is asked to leave does so at a round's end. At an epoch's, nobody has looked at the model yet:
+    # BatchNorm's statistics are those of the batches before.
+    straight = see_that_stopped_runs_go_on(configure, trial.world, [STEPS - 1], part="subnets", without=looked)
+    assert straight["cache"]["rows_read"] > 0 and straight["cut_history"] == [[0, 0, 4]]
+    # After the checkpoint of step 6, a killed run continues from there.
+    killed(configure("killed"), trial.world, after=7)
+    unseen = run(trial.config("unseen", **given, cache="off"), trial.world)
+    resumed = run(configure("killed", resume=True), trial.world)
+    assert unseen["parameter_digest"] == straight["parameter_digest"], "a cache or a checkpoint changed the training"
+    assert resumed["parameter_digest"] == straight["parameter_digest"], "a run resumed in the middle of a round differs"
+    if trial.world.rank == 0:
+        said = (trial.root / f"stop-{STEPS - 1}" / "log.txt").read_text()
+        assert f"resumed after step {STEPS}" in said, "it left before the round's end"
+        seen, expected = (record_of(trial.root / name, without=looked) for name in ("killed", "straight"))
+        assert seen == expected
 
 
 def check_a_rank_holds_its_part_alone(trial: Trial) -> None:
     """While rounds last, the whole MLP has no memory, and the pieces are those of the formula."""
     job = prepare(trial.config("parts"), trial.world)
     strategy: Any = job.strategy
-    size = trial.world.size
     for batch in job.feed.epoch(0)[:2]:
         strategy.step([batch], rate=LR, leave=False)
         assert sum(parameter.numel() for parameter in strategy.whole.parameters()) == 0
@@ -144,7 +146,7 @@ def check_a_rank_holds_its_part_alone(trial: Trial) -> None:
     owned = sum(tensor.nbytes for tensor in strategy.exchange.owned.values())
     assert report["owned_bytes"][trial.world.rank] == owned
     whole = sum(p.nbytes for p in Mlp(3 * 32 * 32, (13, 10), 10).parameters())
-    assert sum(report["owned_bytes"]) == whole and (size == 1 or max(report["piece_bytes"]) < whole)
+    assert sum(report["owned_bytes"]) == whole and max(report["piece_bytes"]) < whole
     strategy.check(step=2)
     assert sum(parameter.nbytes for parameter in strategy.whole.parameters()) == whole
     strategy.step([job.feed.epoch(0)[2]], rate=LR, leave=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.sizes import sizes
 from tests.parallel.standing import hvfreeze
 from tests.single.training.test_overlap import TRAIN, copied, save_noise
 
@@ -22,8 +21,8 @@ def found_by(size: int, folder: Path, run: Path, *flags: str) -> tuple[list[str]
     return told, json.loads((run / "summary.json").read_text())["evaluated_in_training"]
 
 
-@pytest.mark.parametrize("size", sizes(3, of=(2, 3, 4)))
-def test_one_copy_is_found_on_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [3])
+def test_one_copy_is_found_whichever_ranks_hold_it(size: int, tmp_path: Path) -> None:
     folder = save_noise(tmp_path / "data", training=12)
     copied(folder)
     [note], found = found_by(size, folder, tmp_path / "run")
@@ -39,7 +38,7 @@ def test_ranks_that_hold_no_images_look_at_none(size: int, tmp_path: Path) -> No
     assert "train/b/3.webp" in note and found == {"found": 1, "compared": 9}
 
 
-@pytest.mark.parametrize("size", sizes(2, of=(2, 3, 4)))
+@pytest.mark.parametrize("size", [2])
 def test_streamed_images_of_ones_own_are_looked_at_by_all_ranks_together(size: int, tmp_path: Path) -> None:
     command = [*TRAIN, "--batch-size", "2", "--data", "tests.single.training.test_overlap:copied_elsewhere"]
     # Slurm leaves no memory for pixels.

@@ -90,9 +90,6 @@ def check_low_rank_loses_nothing_and_has_the_same_bits_everywhere(world: World) 
         got = one_step(reducer, named, gradients(world.rank, step))
         own = [float(g.abs().sum()) for g in gradients(world.rank, step)]
         torch.testing.assert_close(torch.tensor(sorted(seen)), torch.tensor(sorted(own)), rtol=1e-4, atol=0)
-        if world.size == 1:
-            assert reducer.payload_bytes == 0
-            continue
         same_everywhere(world, got, "low-rank")
         plain, compressed = average(world, step), step >= 2
         bytes_of_step = THIN_BYTES if compressed else 4 * sum(map(math.prod, SHAPES))
@@ -104,11 +101,10 @@ def check_low_rank_loses_nothing_and_has_the_same_bits_everywhere(world: World) 
             assert not compressed or int(torch.linalg.matrix_rank(matrix, rtol=1e-4)) == R
         sent = [a + b for a, b in zip(sent, plain, strict=True)]
         given = [a + b.double() for a, b in zip(given, got, strict=True)]
-    if world.size > 1:
-        kept = reducer.state_dict()["low_rank"]
-        for name, all_sent, all_given in zip(("p0", "p2", "p4"), as_matrices(sent), as_matrices(given), strict=True):
-            owed = world.allreduce_sum(kept[name]["error"].double(), name=f"owed.{name}") / world.size
-            torch.testing.assert_close(all_given + owed, all_sent, rtol=1e-3, atol=1e-3)
+    kept = reducer.state_dict()["low_rank"]
+    for name, all_sent, all_given in zip(("p0", "p2", "p4"), as_matrices(sent), as_matrices(given), strict=True):
+        owed = world.allreduce_sum(kept[name]["error"].double(), name=f"owed.{name}") / world.size
+        torch.testing.assert_close(all_given + owed, all_sent, rtol=1e-3, atol=1e-3)
 
 
 def as_matrices(tensors: list[Tensor]) -> list[Tensor]:
@@ -129,8 +125,6 @@ def check_low_rank_goes_on_from_its_state_and_loses_what_freezes(world: World) -
             one_step(reducer, named, gradients(world.rank, 2))
             straight = [grads(named), one_step(reducer, named, gradients(world.rank, 3))]
             assert all(torch.equal(a, b) for a, b in zip(ahead[1], straight[1], strict=True)), "resumed otherwise"
-    if world.size == 1:
-        return
     kept = reducer.state_dict()["low_rank"]
     assert set(kept) == {"p0", "p2", "p4"}
     reducer.carry(named[2:])
@@ -162,8 +156,6 @@ def check_what_low_rank_left_out_is_sent_once_with_the_next_whole_gradient(world
             backward(theirs[:mine], wanted[:mine])
             one.finish()
         assert all(torch.equal(a, b) for a, b in zip(grads(named), grads(other), strict=True)), "resumed otherwise"
-        if world.size == 1:
-            continue
         every = [gradients(rank, 3, dtype=torch.float64) for rank in range(world.size)]
         every[0][4].zero_()
         plain = as_matrices([torch.stack(column).mean(dim=0) for column in zip(*every, strict=True)])
@@ -181,8 +173,6 @@ def check_what_low_rank_left_out_is_sent_once_with_the_next_whole_gradient(world
 
 
 def check_ranks_that_compute_otherwise_are_refused(world: World) -> None:
-    if world.size == 1:
-        return
     reducer = low_rank(world, parameters(), uncompressed_steps=0)
     if world.rank == world.size - 1:
         reducer._exchange.low_rank[-1]._in_order[-1].right[0, 0] += 1e-6
@@ -209,7 +199,7 @@ def check_gradients_of_several_passes_are_added_and_sent_once(world: World) -> N
         assert sorted(slot for slot, _ in seen) == list(range(len(named))), "the observer saw a pass, not a step"
         for slot, own in seen:
             torch.testing.assert_close(own, gradients(world.rank, step)[slot] * passes, rtol=1e-5, atol=1e-6)
-        assert reducer.payload_bytes - before == (4 * sum(map(math.prod, SHAPES)) if world.size > 1 else 0)
+        assert reducer.payload_bytes - before == 4 * sum(map(math.prod, SHAPES))
 
 
 def check_a_parameter_may_miss_passes(world: World) -> None:
@@ -262,8 +252,6 @@ def check_halves_lose_no_small_gradient_and_no_large_one(world: World) -> None:
         reducer.begin()
         backward(named, gradients(world.rank, step, factor=factor))
         reducer.finish()
-        if world.size == 1:
-            continue
         steady = step > 0 and factors[step - 1] == factor
         for got, wanted in zip(grads(named), average(world, step, factor=factor), strict=True):
             off = float((got.double() - wanted).abs().max() / wanted.abs().max())
@@ -366,8 +354,6 @@ def check_an_interval_knows_nothing_of_the_one_before(world: World) -> None:
 
 
 def check_ranks_that_take_turns_in_one_process_observe_what_ranks_at_once_do(world: World) -> None:
-    if world.size == 1:
-        return
     vote_log.RANKS = world.size
 
     class Batches:

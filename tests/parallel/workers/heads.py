@@ -13,22 +13,21 @@ from hvfreeze.comm.world import World
 from hvfreeze.errors import NumericsError, UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads import linear
+from hvfreeze.heads import rows as rows_of_heads
 from hvfreeze.heads.kernel import KernelFit, fit_kernel
 from hvfreeze.heads.linear import HeadFit, fit_linear
-from hvfreeze.heads.rows import CHUNK_ROWS, RowsInMemory
+from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.tasks import Classes
-from tests.single.heads.table import CENTRES, CLASSES, PENALTY, labelled_table
+from tests.single.heads.table import CLASSES, PENALTY, labelled_table
+
+ROWS, CENTRES = 403, 84
 
 
 def shares(size: int, total: int) -> dict[str, list[int]]:
     """Return how many rows each rank holds, by the name of the split."""
     even = [total // size] * (size - 1)
-    lopsided = [CHUNK_ROWS + 3 * rank for rank in range(size - 1)]
-    splits = {"even": [*even, total - sum(even)], "lopsided": [*lopsided, total - sum(lopsided)]}
-    if size > 1:
-        splits["first is empty"] = [0, *[1] * (size - 2), total - (size - 2)]
-        splits["last is empty"] = [total - (size - 2), *[1] * (size - 2), 0]
-    return splits
+    lopsided = [0, *[rows_of_heads.CHUNK_ROWS + 1] * (size - 2)]
+    return {"even": [*even, total - sum(even)], "first is empty": [*lopsided, total - sum(lopsided)]}
 
 
 def mine(world: World, split: list[int], table: tuple[Tensor, Tensor, Tensor]) -> RowsInMemory:
@@ -45,9 +44,9 @@ def digest(fit: HeadFit | KernelFit) -> str:
 
 
 def fit(world: World) -> dict[str, Any]:
-    table = labelled_table()
+    table = labelled_table(ROWS)
     # Of so many rows the penalty is chosen on a part.
-    with patch.object(fitting, "FEW", len(table[1]) // 2):
+    with patch.object(fitting, "FEW", ROWS // 2), patch.object(rows_of_heads, "CHUNK_ROWS", ROWS // 6):
         return {"found": fits(world, table), "refused": refusals(world, table), "decided": decisions(world)}
 
 

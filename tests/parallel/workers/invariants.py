@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import tempfile
@@ -117,16 +118,15 @@ def check_models_of_any_tensors_become_rank_0s(world: World) -> None:
 
 
 def check_models_that_cannot_become_equal_are_refused_by_all(world: World) -> None:
-    last = world.rank == world.size - 1 > 0
+    last = world.rank == world.size - 1
     # As many bytes on all ranks, so that nothing but the names could tell.
     model = nn.ModuleDict({"theirs" if last else "ours": nn.Linear(3, 2)})
     try:
         replica_sync.broadcast_model(model, world)
     except DivergedError as error:
         assert f"the model of rank {world.size - 1} has other parameters" in str(error), str(error)
-        assert world.size > 1
     else:
-        assert world.size == 1, "a model with other names was accepted"
+        raise AssertionError("a model with other names was accepted")
 
 
 def check_every_ranks_bytes_arrive_whole_at_rank_0(world: World) -> None:
@@ -249,14 +249,14 @@ def check_a_frozen_parameter_that_is_moved_by_hand_is_noticed(world: World) -> N
 def check_votes_move_all_ranks_alike(world: World) -> None:
     parts = Parts(world, freeze="gradient-norm", eta_max=math.inf, vote_weight="snr", quorum=0.3, shadow="percentile")
     lines = []
-    for _ in range(60):
+    for _ in range(24):
         decision = parts.step()
         if decision is not None:
             check_replicas(parts.model, world, step=parts.freezer.step)  # buffers too: averaged at every vote
             lines.append(decision)
     assert len(set(world.allgather_object(str(lines), name="test.votes"))) == 1
-    assert parts.freezer.cut > 0, "sixty steps without a single frozen block"
-    assert any(len(set(line.proposals)) > 1 for line in lines) or world.size == 1, "local signals never differed"
+    assert parts.freezer.cut > 0, "24 steps without a single frozen block"
+    assert any(len(set(line.proposals)) > 1 for line in lines), "local signals never differed"
 
 
 def check_a_vote_is_one_message_and_only_statistics_that_can_differ_are_averaged(world: World) -> None:
@@ -270,8 +270,7 @@ def check_a_vote_is_one_message_and_only_statistics_that_can_differ_are_averaged
         return decision
 
     parts.freezer.after_step = counted  # type: ignore[method-assign,assignment]
-    averages = ["batchnorm.mean", "batchnorm.variance"] if world.size > 1 else []
-    ballots = ["vote.ballots"] if world.size > 1 else []
+    averages, ballots = ["batchnorm.mean", "batchnorm.variance"], ["vote.ballots"]
     for _ in range(6):
         parts.step()
     assert sent == [[], [], [], averages + ballots, [], averages + ballots], sent
@@ -329,7 +328,7 @@ def check_a_rank_s_gains_are_products_of_its_gradient_with_the_others(world: Wor
             parts.step()
         others = world.allgather_object(own[0], name="test.gradients")
         blocks = range(len(parts.chain.blocks))
-        across = world.size > 1 and compression == "none"
+        across = compression == "none"
         compared = [g for rank, g in enumerate(others) if rank != world.rank] if across else [own[1]]
         expected = [
             0.1
@@ -350,19 +349,13 @@ def check_a_saved_state_goes_on_where_gains_are_sampled(world: World) -> None:
     # Labels are random: nothing is known to be gained, and the criterion itself would freeze nothing.
     usual = CRITERIA["coherence"]
     CRITERIA["coherence"] = Criterion(lambda seen: min(seen.cut + (sum(seen.peaks) > 0), 3), watches="gains")
-    straight, first = Parts(world, **settings), Parts(world, **settings)
-    for _ in range(37):
+    straight, again = Parts(world, **settings), Parts(world, **settings)
+    for _ in range(21):
         straight.step()
-        first.step()
-    saved = {"model": first.model.state_dict(), "random": first.random.get_state()}
-    states = first.freezer.state_dict(), first.optimizer.state_dict(), first.reducer.state_dict()
-    again = Parts(world, **settings)
-    again.freezer.load_state_dict(states[0])
-    again.model.load_state_dict(saved["model"])
-    again.optimizer.load_state_dict(states[1])
-    again.reducer.load_state_dict(states[2])
-    again.random.set_state(saved["random"])
-    for _ in range(30):
+    for name in ("freezer", "model", "optimizer", "reducer"):
+        getattr(again, name).load_state_dict(copy.deepcopy(getattr(straight, name).state_dict()))
+    again.random.set_state(straight.random.get_state())
+    for _ in range(12):
         straight.step()
         again.step()
     assert digest(straight.chain.named_parameters()) == digest(again.chain.named_parameters())
@@ -374,7 +367,7 @@ def check_a_saved_state_goes_on_where_gains_are_sampled(world: World) -> None:
 def check_averaged_signals_leave_nothing_to_vote_on(world: World) -> None:
     parts = Parts(world, freeze="gradient-norm", eta_max=math.inf, signal="averaged")
     seen: list[float] = []
-    for _ in range(30):
+    for _ in range(10):
         decision = parts.step()
         if decision is not None:
             assert len(set(decision.proposals)) == 1  # type: ignore[attr-defined]
@@ -393,7 +386,7 @@ def check_only_the_suffix_travels(world: World) -> None:
             parts.step()
             parts.step()
             sent += 2 * width * sum(p.numel() for _, p in parts.chain.named_parameters(cut))
-        assert parts.reducer.payload_bytes == (sent if world.size > 1 else 0), (parts.reducer.payload_bytes, sent)
+        assert parts.reducer.payload_bytes == sent, (parts.reducer.payload_bytes, sent)
 
 
 def check_the_gradient_is_the_mean_over_ranks(world: World) -> None:
@@ -441,7 +434,7 @@ def check_unequal_frozen_sets_are_refused_by_all(world: World) -> None:
                     world.wait(handle)
             except DivergedError:
                 assert refused
-        assert refused == (world.size > 1), "ranks with unequal frozen sets went on"
+        assert refused, "ranks with unequal frozen sets went on"
 
 
 def check_a_poisoned_loss_is_known_to_all(world: World) -> None:

@@ -78,19 +78,18 @@ def compare(build: Callable[[], nn.Module], make: Make, *, exact: bool = True, *
     wrapped = DistributedOptimizer(make(list(ours.parameters())), list(ours.named_parameters()), model=ours, **options)
     assert isinstance(wrapped, torch.optim.Optimizer), "schedulers ask so"
     for mine, reference in zip(trained(ours, wrapped), expected, strict=True):
-        if exact and hvd.size() <= 2:
+        if exact and hvd.size() == 2:
             assert torch.equal(mine, reference), (make, options, (mine - reference).abs().max())
         torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-5)
 
 
 def ways(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    """Yield the settings in which an optimizer computes by other code."""
+    """Yield the settings in which an optimizer takes gradients by other code."""
     known = inspect.signature(kind).parameters
     yield {}
-    for name in ("foreach", "fused", "amsgrad", "nesterov", "decoupled_weight_decay", "centered", "maximize"):
+    for name in ("foreach", "fused"):
         if name in known:
-            needs = {"momentum": 0.9, "weight_decay": 0.01} if name in ("nesterov", "fused") else {}
-            yield {name: True, **{key: value for key, value in needs.items() if key in known}}
+            yield {name: True, **{key: 0.01 for key in ("momentum", "weight_decay") if key in known}}
 
 
 def check_every_optimizer_of_torch_steps_as_under_horovod(world: World) -> None:
@@ -101,7 +100,7 @@ def check_every_optimizer_of_torch_steps_as_under_horovod(world: World) -> None:
             for settings in ways(kind):
                 compare(build, partial(kind, lr=0.01, **settings))
                 found.append(kind.__name__)
-    assert {"Adafactor", "AdamW", "Muon", "SGD", "SparseAdam"} <= set(found) and len(found) > 30, found
+    assert {"Adafactor", "AdamW", "Muon", "SGD", "SparseAdam"} <= set(found) and len(found) > 20, found
 
 
 def momentum(given: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -245,12 +244,11 @@ def check_ranks_cache_where_rank_0_does_if_nobody_names_a_directory(world: World
         data = TensorDataset(torch.zeros(8, 4), torch.zeros(8))
         CachedLoader(DataLoader(data, batch_size=4), optimizer).close()
         mixed = None if world.rank == 0 else caches[0]
-        if world.size > 1:
-            raises(
-                UsageError,
-                "directory= must be given on all ranks, or on none",
-                lambda: CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=mixed),
-            )
+        raises(
+            UsageError,
+            "directory= must be given on all ranks, or on none",
+            lambda: CachedLoader(DataLoader(data, batch_size=4), optimizer, directory=mixed),
+        )
         world.barrier(name="test.cached")
         assert [os.path.isdir(f"{cache}/hvfreeze/activations") for cache in caches] == [True] + [False] * (
             world.size - 1
@@ -262,8 +260,6 @@ def check_ranks_cache_where_rank_0_does_if_nobody_names_a_directory(world: World
 
 
 def check_scaling_before_the_average_is_refused(world: World) -> None:
-    if world.size == 1:
-        return
     model, scaler = dense(), torch.amp.GradScaler("cpu")
     wrapped = DistributedOptimizer(momentum([*model.parameters()]), model=model)
     scaler.scale(loss_of(model, torch.Generator())).backward()
@@ -302,12 +298,10 @@ def check_sparse_gradients_travel_as_there(world: World) -> None:
         wrapped.synchronize()
         grad = model[0].weight.grad
         assert grad is not None and grad.is_sparse
-        assert (wrapped.reducer.payload_bytes > 3000) == (sparse_as_dense and world.size > 1), sent
+        assert (wrapped.reducer.payload_bytes > 3000) == sparse_as_dense, sent
 
 
 def check_a_sparse_weight_that_another_layer_uses_is_averaged_dense(world: World) -> None:
-    if world.size == 1:
-        return
     model = nn.ModuleDict({"look": nn.Embedding(6, 3, sparse=True), "out": nn.Linear(3, 6, bias=False)})
     nn.init.constant_(model["look"].weight, 0.5)
     model["out"].weight = model["look"].weight  # type: ignore[assignment]
@@ -330,32 +324,6 @@ def check_state_of_sparse_adam_is_broadcast(world: World) -> None:
     hvd.broadcast_optimizer_state(wrapped, root_rank=0)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     trained(model, wrapped, steps=1)
-
-
-def check_a_process_set_trains_and_votes_and_others_train_alone(world: World) -> None:
-    if world.size == 1:
-        return
-    even = hvd.add_process_set([rank for rank in range(hvd.size()) if rank % 2 == 0])
-    odd = hvd.add_process_set([rank for rank in range(hvd.size()) if rank % 2 == 1])
-    inside = hvd.rank() % 2 == 0
-    settings = FreezeConfig(freeze="gradient-norm", interval=2, freeze_warmup=4, eta_max=float("inf"))
-    model = dense()
-    wrapped = DistributedOptimizer(momentum([*model.parameters()]), model=model, settings=settings, process_set=even)
-    assert wrapped.world.size == (len(even.ranks) if inside else 1)
-    ours = trained(model, wrapped, steps=9)
-    assert (wrapped.freezer.cut > 0) == inside
-    everyone = world.allgather_object([tensor.tolist() for tensor in ours], name="test.sets")
-    assert all((everyone[rank] == everyone[0]) == (rank % 2 == 0) for rank in range(world.size))
-    # One that only its members make, and one of all afterwards: their names must not meet.
-    if inside:
-        other = dense()
-        trained(other, DistributedOptimizer(momentum([*other.parameters()]), model=other, process_set=even))
-    compare(dense, momentum)
-    # Two sets at once.
-    part, mine = dense(), even if inside else odd
-    trained(part, DistributedOptimizer(momentum([*part.parameters()]), model=part, process_set=mine))
-    for process_set in (even, odd):
-        hvd.remove_process_set(process_set)
 
 
 def setting(world: World, root: Path) -> World:

@@ -221,8 +221,6 @@ def check_what_is_switched_off_rests_and_what_is_switched_on_travels(world: Worl
 def check_ranks_that_switch_apart_find_out(world: World) -> None:
     from hvfreeze.errors import DivergedError
 
-    if world.size == 1:
-        return
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer = wrap(model, world)
     model(torch.ones(2, 3)).sum().backward()
@@ -290,7 +288,7 @@ def check_what_another_optimizer_trains_is_not_frozen(world: World) -> None:
         DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=0.1), model=model, world=world, settings=EVERY_TWO)
         for part in (model[:3], model[3:])
     )
-    train(model, [front, rest], world, steps=20)
+    train(model, [front, rest], world, steps=10)
     assert front.freezer.cut == 1 and rest.freezer.cut == 0, "each may freeze what it trains in front, but for its last"
     told = [
         line.split(" will not be frozen, because ")[0] for line in said() if "other code than this optimizer" in line
@@ -317,7 +315,7 @@ def check_what_a_script_averages_itself_is_not_frozen_and_a_loss_keeps_a_gradien
                 for mine, theirs in zip(model.follower.parameters(), model.first.parameters(), strict=True):  # noqa: B023
                     mine.lerp_(theirs, 0.1)
 
-        train(model, [optimizer], world, steps=16, after=follow if moves else None)
+        train(model, [optimizer], world, steps=10, after=follow if moves else None)
         # Without its only blocks that train the loss would have no gradient.
         assert optimizer.freezer.cut == 0 and len(optimizer.freezer.chain.blocks) == 2
 
@@ -325,7 +323,7 @@ def check_what_a_script_averages_itself_is_not_frozen_and_a_loss_keeps_a_gradien
 def check_a_later_optimizer_has_the_parameters_of_an_earlier_one(world: World) -> None:
     model = three_layers()
     earlier = wrap(model, world, settings=EVERY_TWO)
-    train(model, [earlier], world, steps=20)
+    train(model, [earlier], world, steps=10)
     assert earlier.freezer.cut == 2 and not model[1].training
     later = wrap(model, world)
     assert model[0].weight.requires_grad and model[1].training
@@ -388,7 +386,6 @@ def check_another_model_than_the_optimizers_is_told(world: World) -> None:
 def check_blocks_that_were_frozen_too_early_thaw_on_all_ranks(world: World) -> None:
     makes: list[tuple[Any, str]] = [
         (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2, fused=True), "none"),
-        (lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True), "fp16"),
         (lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True), "powersgd:1"),
     ]
     for make, compression in makes:

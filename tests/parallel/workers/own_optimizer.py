@@ -1,11 +1,10 @@
-"""Every rank wraps optimizers as a script of one's own would, and compares with a loop that averages by hand."""
+"""Every rank wraps optimizers as a training script does, and compares with a loop that averages by hand."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvfreeze.comm.horovod_world import HorovodWorld
 from hvfreeze.comm.replica_sync import check_replicas
-from hvfreeze.comm.world import World
+from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
@@ -24,18 +22,13 @@ from hvfreeze.integration.script_world import RunningWorld, script_world
 STEPS = 4
 
 
-def start(how: str = "running") -> World:
-    """Open the world of a script that has started Horovod itself, `running`, or leaves it to hvfreeze, `not-yet`."""
+def start() -> World:
+    """Open the world of a script that has started Horovod itself."""
     import horovod.torch as hvd
 
-    if how == "running":
-        # For the sets that own_arguments adds.
-        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-        hvd.init()
+    hvd.init()
     world = script_world()
-    assert hvd.is_initialized() and hvd.size() == world.size and hvd.rank() == world.rank
-    kind = RunningWorld if how == "running" else HorovodWorld
-    assert type(world) is kind or world.size == 1
+    assert type(world) is RunningWorld and (world.size, world.rank) == (hvd.size(), hvd.rank())
     return world
 
 
@@ -116,16 +109,15 @@ def check_what_would_lose_gradients_is_refused(world: World) -> None:
     raises(UsageError, "zero_grad() must not be called between backward() and step()", optimizer.zero_grad)
     optimizer.step()
     functional.cross_entropy(model(images), labels).backward()
-    if world.size > 1:
-        with optimizer.skip_synchronize():
-            raises(UsageError, "must follow synchronize()", optimizer.step)
+    with optimizer.skip_synchronize():
+        raises(UsageError, "must follow synchronize()", optimizer.step)
     optimizer.step()
     changes: list[Callable[[nn.Module], object]] = [
         lambda one: nn.utils.clip_grad_norm_(one.parameters(), 0.5),
         nn.Module.zero_grad,
         lambda one: setattr(one[5].bias, "grad", torch.ones(5)),  # type: ignore[index]
     ]
-    for change in changes if world.size > 1 else []:
+    for change in changes:
         model = image_model()
         optimizer = wrap(model, OPTIMIZERS["sgd"](model.parameters()), world)
         functional.cross_entropy(model(images), labels).backward()
@@ -136,14 +128,13 @@ def check_what_would_lose_gradients_is_refused(world: World) -> None:
 
 def check_unequal_ranks_are_refused(world: World) -> None:
     model = image_model()
-    last = world.rank == world.size - 1 and world.size > 1
+    last = world.rank == world.size - 1
     wrong = {"steps_per_epoch": 3 if last else 4}
-    if world.size > 1:
-        sgd = OPTIMIZERS["sgd"](model.parameters())
-        raises(UsageError, "steps_per_epoch is 4 on rank 0 and 3 on rank", lambda: wrap(model, sgd, world, **wrong))
-        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if last else 2))
-        sgd = OPTIMIZERS["sgd"](other.parameters())
-        raises(UsageError, "1.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on", lambda: wrap(other, sgd, world))
+    sgd = OPTIMIZERS["sgd"](model.parameters())
+    raises(UsageError, "steps_per_epoch is 4 on rank 0 and 3 on rank", lambda: wrap(model, sgd, world, **wrong))
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if last else 2))
+    sgd = OPTIMIZERS["sgd"](other.parameters())
+    raises(UsageError, "1.bias is 'float32 [2]' on rank 0 and 'float32 [3]' on", lambda: wrap(other, sgd, world))
     raises(UsageError, "LBFGS", lambda: wrap(model, torch.optim.LBFGS(model.parameters()), world))
 
 
@@ -213,10 +204,10 @@ def check_a_model_with_several_inputs_freezes_by_vote(world: World) -> None:
         assert names == ["embedding", "layers.0", "layers.1", "layers.2", "head"], names
         assert "position" in optimizer.freezer.chain.blocks[1].parameter_names
         assert hooks_on(model) == 0, "hooks stay on the model"
-        train(39)
-        assert optimizer.freezer.cut > 0, "forty steps without a single frozen block"
-        assert any("frozen: embedding" in line for line in lines) == (world.rank == 0)
-        check_replicas(model, world, step=40)
+    train(19)
+    assert optimizer.freezer.cut > 0, "twenty steps without a single frozen block"
+    assert any("frozen: embedding" in line for line in lines) == (world.rank == 0)
+    check_replicas(model, world, step=20)
 
 
 def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
@@ -249,9 +240,9 @@ def check_a_resumed_script_is_the_uninterrupted_one(world: World) -> None:
     again.load_state_dict(everyone["model"])
     resumed.load_state_dict(everyone["optimizer"])
     resumed.load_freezer_state_dict(everyone["freezer"])
-    advance(6)
+    advance(2)
     assert resumed.freezer.cut >= frozen
-    check_replicas(again, world, step=25)
+    check_replicas(again, world, step=21)
 
 
 def train_by_hand(model: nn.Module, optimizer: Any, world: World, schedule: Any, order: str, to_none: bool) -> None:
@@ -286,6 +277,11 @@ def train_wrapped(model: nn.Module, optimizer: Any, world: World, schedule: Any,
 
 
 def check_every_optimizer_order_and_schedule_is_plain_training(world: World) -> None:
+    for ranks in (world, SoloWorld()):
+        compare_with_plain_training(ranks)
+
+
+def compare_with_plain_training(world: World) -> None:
     orders = [("before", "after"), ("between", "between"), ("after", "after"), ("by the model", "after")]
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         order, reference_order = orders[number]

@@ -1,7 +1,6 @@
 """Every rank, on a node of its own as far as hvfreeze sees, whose cores its threads fill, trains with a script's loop.
 
-`started` is by the script itself, which then hears what to set; `not-yet` is by hvfreeze, which sets it; in a `loop`
-without the optimizer too.
+`started` is by the script itself, which then hears what to set; `not-yet` is by hvfreeze, which sets it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.integration.script_world import RunningWorld, script_world
+from hvfreeze.integration.script_world import RunningWorld
+from tests.parallel.workers.lanes import try_collectives
 from tests.parallel.workers.own_optimizer import note_what_is_told, raises
 
 started = False
@@ -38,9 +38,8 @@ def start(how: str) -> World:
     note_what_is_told(told)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if started:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # for own_sets
         hvd.init()
-    if how == "loop":
-        return script_world()
     return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model).world
 
 
@@ -53,6 +52,7 @@ def check_how_long_horovod_rests(world: World) -> None:
     else:
         assert os.environ[CYCLE_TIME] == str(LONG_CYCLE_MS)
         raises(UsageError, f"${CYCLE_TIME} ({LONG_CYCLE_MS}) is set", lambda: world.restart("HVFREEZE_TOLD", "1"))
+        try_collectives(world, list(range(world.size)), "long")
     assert len(lines) == (world.rank == 0), told
 
 

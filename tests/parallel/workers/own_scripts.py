@@ -7,18 +7,11 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch.nn import functional
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
-
-from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
+from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
 from hvfreeze.examples import image, text
-from hvfreeze.examples.data import TextClassifier, digits, reviews
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
-from hvfreeze.torchvision_shim import torchvision
 from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import start as start
 
@@ -51,41 +44,6 @@ def run_text(epochs: int, directory: Path | None) -> Result:
     module = without_cache(text) if directory is None else vars(text)
     result: Result = module["main"](epochs, samples=96, batch_size=8, cache_dir=str(directory))
     return result
-
-
-def loop(model: torch.nn.Module, data: Any, rows: int, *, lr: float, cycle: bool, norm: float) -> str:
-    """Train for an epoch in plain PyTorch, as the scripts do on one rank; return a digest."""
-    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0)
-    loader = DataLoader(data, batch_size=rows, sampler=sampler, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    scheduler: Any = (
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=len(loader) + 1)
-        if cycle
-        else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
-    )
-    model.train()
-    for inputs, labels in loader:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-        optimizer.step()
-        scheduler.step()
-    return parameter_digest(model)
-
-
-@with_folder
-def check_one_rank_is_plain_pytorch(world: World, folder: Path) -> None:
-    if world.size > 1:
-        return
-    directory = folder / "one"
-    torch.manual_seed(0)
-    model = torchvision.models.get_model(MODEL, num_classes=10)
-    expected = loop(model, digits(72)[0], 6, lr=1e-3, cycle=True, norm=5.0)
-    assert {parameter_digest(run_image(1, where)[0]) for where in (None, directory)} == {expected}
-    torch.manual_seed(0)
-    data = reviews(96)
-    expected = loop(TextClassifier(), data, 8, lr=3e-3, cycle=False, norm=float("inf"))
-    assert {parameter_digest(run_text(1, where)[0]) for where in (None, directory)} == {expected}
 
 
 @with_folder

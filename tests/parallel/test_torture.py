@@ -19,11 +19,11 @@ def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path) -
     for path in (victim.checkpoint, victim.cached):
         assert victim.judge(path, "what was there before") == flips.SILENT
     chance, found = random.Random(0), []
-    for number in range(30):
+    for number in range(12):
         found.append(flips.round_of(victim, chance, number=number))
     assert [entry for entry in found if entry["faults"]] == []
     assert {entry["found"] for entry in found if "found" in entry} <= {"refused", "same"}
-    assert sum("program" in entry for entry in found) == 2
+    assert sum("program" in entry for entry in found) == 1
 
 
 @pytest.mark.seldom
@@ -39,7 +39,6 @@ def test_a_killed_run_comes_to_what_it_would_have_come_to(tmp_path: Path) -> Non
     assert kills.outcome(life.run) == expected != {**expected, "parameter_digest": "another"}
 
 
-@pytest.mark.seldom
 def test_a_stopped_torture_goes_on_and_tells_what_it_found(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.add("flip", seconds=0.1, faults=[])

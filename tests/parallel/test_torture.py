@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from hvfreeze.model import model_sources
+from tests.parallel.workers.checking import let_models_be_small
 from tests.torture import flips, kills
 from tests.torture.ledger import Ledger
 
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
-def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path) -> None:
+def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_sources, "_construct", model_sources._construct)
+    let_models_be_small()
     victim = flips.Victim(tmp_path)
     assert victim.judge(victim.checkpoint, victim.state) == victim.judge(victim.cached, victim.rows) == flips.SAME
     for path in (victim.checkpoint, victim.cached):

@@ -15,7 +15,7 @@ from hvfreeze.comm.horovod_world import open_world
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
 
-COMPRESSIONS = ("none", "fp16", "powersgd:32", "powersgd:8")
+COMPRESSIONS = ("none", "fp16", "powersgd:8")
 STEPS = 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -46,12 +45,9 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_ranks_that_compute(tmp
 
 
 @pytest.mark.seldom
-@pytest.mark.parametrize(
-    ("fault", "code"), [("segfault", 128 + signal.SIGSEGV), ("interrupt", 130), ("terminate-launcher", 1)]
-)
-def test_a_rank_or_a_launcher_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) -> None:
-    result = train(2, f"0:6:{fault}", tmp_path / "run")
-    assert result.returncode == code, str(result)
+def test_a_rank_that_is_interrupted_ends_the_job(tmp_path: Path) -> None:
+    result = train(2, "0:6:interrupt", tmp_path / "run")
+    assert result.returncode == 130, str(result)
     assert checkpoints(tmp_path / "run", size=2) == [4]
 
 
@@ -92,15 +88,6 @@ def test_an_error_that_one_rank_alone_meets_is_the_jobs(tmp_path: Path, fault: s
     assert checkpoints(tmp_path / "run", size=2) == [4, 8][: code - 2]
     if code == 4:
         assert epochs(tmp_path / "run")[-1]["cut"] > 0, "nothing was frozen, so nothing was shown"
-
-
-@pytest.mark.seldom
-def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
-    result = train(2, "1:3:stop", tmp_path / "run")
-    assert result.returncode == 6, str(result)
-    said = only_message(result)
-    assert "for rank 1 on " in said and "which does not respond" in said, said
-    assert re.search(r"waited \d+ s in '(step\.signals|gradients\.)", said), said
 
 
 @pytest.mark.standing
@@ -161,23 +148,11 @@ def of(strategy: str, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.seldom
-@pytest.mark.parametrize(
-    ("strategy", "fault", "code"),
-    [
-        ("grid", "kill", 128 + signal.SIGKILL),
-        ("grid", "stop", 6),
-        ("shared-trunk", "stop", 6),
-        ("local-critics", "stop", 6),
-        ("subnets", "stop", 6),
-    ],
-)
-def test_where_ranks_wait_for_neighbours_one_that_dies_or_does_not_come_ends_the_job(
-    strategy: str, fault: str, code: int, tmp_path: Path
-) -> None:
-    arguments = [f"1:2:{fault}", *of(strategy, tmp_path / "run")]
+@pytest.mark.parametrize("strategy", ["shared-trunk", "subnets"])
+def test_where_ranks_wait_for_neighbours_one_that_does_not_come_ends_the_job(strategy: str, tmp_path: Path) -> None:
+    arguments = ["1:2:stop", *of(strategy, tmp_path / "run")]
     result = mpirun(2, FAULTY, timeout=100, args=arguments, every_rank_reports=False)
-    assert result.returncode == code and "rank 1" in result.stderr, str(result)
-    assert fault == "kill" or " for rank 1" in only_message(result), str(result)
+    assert result.returncode == 6 and " for rank 1" in only_message(result), str(result)
 
 
 @pytest.mark.standing

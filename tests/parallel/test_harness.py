@@ -21,7 +21,6 @@ pytestmark = pytest.mark.mpi
     ("size", "check", "words"),
     [
         seldom(2, "others_wait_in", ["rank 0:", "assert world.rank > 0", "rank 1 did not come to the end", "barrier"]),
-        seldom(2, "kills_its_rank", ["rank 1 did not come to the end", "signal 9"]),
         (1, "leaves_something", ["rank 0 left port ", "left a file: forgotten.txt", "left a process: sleep 3600"]),
     ],
 )

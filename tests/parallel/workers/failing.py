@@ -23,12 +23,6 @@ def check_that_others_wait_in(world: World) -> None:
     world.barrier(name="waits")
 
 
-def check_that_kills_its_rank(world: World) -> None:
-    if world.rank == world.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier(name="killed")
-
-
 def check_that_leaves_something(world: World) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -46,16 +46,10 @@ def replicas_of(job: Job) -> DataParallel:
     return job.strategy
 
 
-def note_the_time(job: Job) -> None:
-    """For tests of how soon a job ends."""
+def die(job: Job) -> None:
+    """Die at a time that is noted, for tests of how soon a job ends."""
     job.directory.with_name("since").write_text(str(time.time()))
-
-
-def die_of(number: int, job: Job) -> None:
-    note_the_time(job)
-    os.kill(os.getpid(), number)
-    while True:
-        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(job: Job) -> None:
@@ -65,12 +59,6 @@ def fail(job: Job) -> None:
 def spin(job: Job) -> None:
     while True:
         pass
-
-
-def terminate_launcher(job: Job) -> None:
-    os.kill(os.getppid(), signal.SIGTERM)
-    while True:
-        time.sleep(1)
 
 
 def perturb_a_weight(job: Job) -> None:
@@ -107,15 +95,13 @@ def have_other_sources(job: None) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
-    "kill": lambda job: die_of(signal.SIGKILL, job),
-    "segfault": lambda job: die_of(signal.SIGSEGV, job),
+    "kill": die,
     "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda job: os.kill(os.getpid(), signal.SIGUSR1),
     "interrupt": lambda job: os.kill(os.getpid(), signal.SIGINT),
     "raise": fail,
     "sources": have_other_sources,
     "spin": spin,
-    "terminate-launcher": terminate_launcher,
     "perturb": perturb_a_weight,
     "freeze-alone": freeze_alone,
     "move-frozen": move_a_frozen_weight,

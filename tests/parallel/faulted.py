@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvfreeze.runs import checkpoint_file as checkpoint
+from tests.parallel import standing
 from tests.parallel.mpirun import TIMED_OUT, Result, mpirun
 from tests.program import Outcome
 
@@ -24,6 +25,12 @@ def train(n: int, faults: str, folder: Path, *more: str, **options: Any) -> Resu
     result = mpirun(n, FAULTY, timeout=120, args=arguments, every_rank_reports=False, **options)
     assert result.returncode != TIMED_OUT, str(result)
     return result
+
+
+def train_here(n: int, faults: str, folder: Path, *more: str) -> Result:
+    """Train on the ranks of a standing job, with faults that end no process."""
+    words = ["train", *TRAINING, "--run-dir", str(folder), *more]
+    return standing.hvfreeze(n, *words, program=f"faulty:{faults}")
 
 
 def messages(outcome: Result | Outcome) -> list[str]:

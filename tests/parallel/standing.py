@@ -201,13 +201,16 @@ def call(
     return values
 
 
-def hvfreeze(size: int, *words: str, each: list[list[str]] | None = None, **variables: str) -> Result:
+def hvfreeze(
+    size: int, *words: str, each: list[list[str]] | None = None, program: str = "program", **variables: str
+) -> Result:
     """Run `hvfreeze WORDS` on the ranks of a standing job.
 
     Args:
         size: Number of ranks.
         words: The command line.
         each: More words for each rank.
+        program: The worker that runs it.
         variables: Of the environment.
 
     Returns:
@@ -215,7 +218,7 @@ def hvfreeze(size: int, *words: str, each: list[list[str]] | None = None, **vari
     """
     given = [[*words, *(each[rank] if each else ())] for rank in range(size)]
     folder = str(ROOT)
-    found = call(size, "program", "run", commands=given, variables=variables, folder=folder)
+    found = call(size, program, "run", commands=given, variables=variables, folder=folder)
     (code,) = {rank["code"] for rank in found}
     stdout, stderr = ("".join(rank[name] for rank in found) for name in ("stdout", "stderr"))
     return Result(code, stdout, stderr, [])

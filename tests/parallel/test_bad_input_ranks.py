@@ -14,7 +14,6 @@ from PIL import Image
 
 from tests.parallel import mpirun, standing
 from tests.parallel.mpirun import ROOT, STARTUP, Result
-from tests.parallel.sizes import seldom
 from tests.program import contents, save_photos, spawn
 
 CONFINED = Path(__file__).with_name("workers") / "confined.py"
@@ -41,20 +40,20 @@ def each_its_own(size: int, arguments: list[str], *each: list[str]) -> Result:
 
 
 @pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize(
-    ("size", "words", "told"),
+    ("words", "told"),
     [
-        (3, f"train {' '.join(SMALL)} --epoch 2", ["unknown argument '--epoch'; did you mean '--epochs'?"]),
-        seldom(2, f"{TINY} --batch-size 1", ["--batch-size (1)", "BatchNorm"]),
+        ("--batch-size 8 --epoch 2", ["unknown argument '--epoch'; did you mean '--epochs'?"]),
+        ("--batch-size 1", ["--batch-size (1)", "BatchNorm"]),
         (
-            4,
-            f"{TINY} --batch-size 8 --strategy grid --parts 2 --micro-batches 8",
+            "--batch-size 8 --strategy grid --parts 2 --micro-batches 8",
             ["--micro-batches (8) of --batch-size (8)", "BatchNorm"],
         ),
     ],
 )
 def test_what_all_ranks_refuse_is_said_once(run_dir: Path, size: int, words: str, told: list[str]) -> None:
-    refused(standing.hvfreeze(size, *words.split(), "--run-dir", str(run_dir)), 2, *told)
+    refused(standing.hvfreeze(size, *TINY.split(), *words.split(), "--run-dir", str(run_dir)), 2, *told)
 
 
 @pytest.mark.standing
@@ -103,8 +102,8 @@ def test_horovod_that_cannot_be_imported_is_said_once(run_dir: Path, tmp_path: P
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text('raise ImportError("built for another interpreter")')
     env = {"PYTHONPATH": ":".join(map(str, (stub.parent, STARTUP, ROOT)))}
-    result = mpirun.hvfreeze(3, "train", *SMALL, "--run-dir", str(run_dir), env=env)
-    refused(result, 2, "3 tasks", "Horovod", "built for another interpreter", "make setup")
+    result = mpirun.hvfreeze(2, "train", *SMALL, "--run-dir", str(run_dir), env=env)
+    refused(result, 2, "2 tasks", "Horovod", "built for another interpreter", "make setup")
 
 
 def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Path) -> None:
@@ -113,17 +112,14 @@ def test_tasks_that_mpi_does_not_connect_do_not_become_separate_runs(run_dir: Pa
     refused(outcome, 2, "the launcher started 4 tasks", "but MPI connects only 1", "mpirun")
 
 
-@pytest.mark.parametrize(
-    ("started", "rank"),
-    [("", "0"), seldom("", "1"), *(seldom("import horovod.torch as hvd; hvd.init()\n", rank) for rank in "01")],
-)
-def test_scripts_that_torchrun_starts_do_not_train_alone(started: str, rank: str) -> None:
+@pytest.mark.seldom
+def test_scripts_that_torchrun_starts_do_not_train_alone() -> None:
     script = (
-        f"{started}import hvfreeze, torch\n"
+        "import horovod.torch as hvd; hvd.init()\nimport hvfreeze, torch\n"
         "model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))\n"
         "hvfreeze.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)\n"
     )
-    task = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    task = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, **task, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
@@ -174,10 +170,10 @@ def test_a_run_directory_that_cannot_be_written_is_said_once(size: int, tmp_path
 
 
 def test_more_ranks_than_cores_run_and_say_so(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    folder, photos = tmp_path / "run", save_photos(tmp_path / "photos", training=8)
     # One step: each exchange takes as long as the kernel needs to give the core to the other rank.
-    arguments = ["train", *SMALL[:-2], "--train-samples", "16", "--batch-size", "8", "--run-dir", str(folder)]
-    result = mpirun.mpirun(2, CONFINED, timeout=280, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
+    arguments = ["train", *PHOTOS, "--data-dir", str(photos), "--epochs", "1", "--run-dir", str(folder)]
+    result = mpirun.mpirun(2, CONFINED, timeout=120, args=arguments, env={"OMPI_MCA_mpi_yield_when_idle": None})
     assert result.returncode == 0, str(result)
     notes = [line for line in result.stdout.splitlines() if "2 ranks for 1 core:" in line]
     assert len(notes) == 1, str(result)

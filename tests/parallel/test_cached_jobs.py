@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.parallel import standing
 from tests.parallel.faulted import FAULTY
 from tests.parallel.mpirun import mpirun
+from tests.parallel.nodes import wait_until
 from tests.program import call
 
 pytestmark = [pytest.mark.mpi, pytest.mark.seldom]
@@ -21,21 +23,31 @@ TRAIN = (
 )
 
 
-def summary(run: Path, *flags: str) -> dict[str, Any]:
-    """Train a small network with two ranks in `run` and return its summary; see workers/faulty.py."""
-    arguments = ["-", *TRAIN, "--run-dir", str(run), *flags]
-    result = mpirun(2, FAULTY, args=arguments, timeout=150, every_rank_reports=False)
-    assert result.returncode == 0, str(result)
+def summary(run: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return loaded
 
 
-def test_two_jobs_share_a_cache_directory(tmp_path: Path) -> None:
+def train_here(size: int, run: Path, *flags: str) -> dict[str, Any]:
+    """Train a small network on the ranks of a standing job and return the run's summary; see workers/faulty.py."""
+    result = standing.hvfreeze(size, *TRAIN, "--run-dir", str(run), *flags, program="faulty:-")
+    assert result.returncode == 0, str(result)
+    return summary(run)
+
+
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_two_jobs_share_a_cache_directory(size: int, tmp_path: Path) -> None:
     cached = ("--cache", "on", "--cache-dir", str(tmp_path / "cache"))
-    with ThreadPoolExecutor() as starters:
-        jobs = [starters.submit(summary, tmp_path / name, *cached) for name in ("one", "other")]
-        both = [job.result() for job in jobs]
-    uncached = summary(tmp_path / "uncached")
+    uncached = train_here(size, tmp_path / "uncached")
+    arguments = ["-", *TRAIN, "--run-dir", str(tmp_path / "one"), *cached]
+    with ThreadPoolExecutor() as starter:
+        job = starter.submit(mpirun, size, FAULTY, args=arguments, timeout=150, every_rank_reports=False)
+        # The other job has its ranks already: it comes to the cache when this one does.
+        wait_until(lambda: (tmp_path / "one").exists() or job.done(), what="a job that has begun")
+        other = train_here(size, tmp_path / "other", *cached)
+    assert job.result().returncode == 0, str(job.result())
+    both = [summary(tmp_path / "one"), other]
     assert {found["parameter_digest"] for found in both} == {uncached["parameter_digest"]}
     assert sum(found["cache"]["rows_written"] for found in both) == 128, [found["cache"] for found in both]
 
@@ -43,7 +55,7 @@ def test_two_jobs_share_a_cache_directory(tmp_path: Path) -> None:
     assert verified.returncode == 0, str(verified)
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".h5"}
 
-    later = summary(tmp_path / "later", *cached)
+    later = train_here(size, tmp_path / "later", *cached)
     assert later["parameter_digest"] == uncached["parameter_digest"]
     assert later["cache"]["rows_written"] == 0
     assert later["cache"]["rows_read"] == 3 * 128

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.parallel import standing
 from tests.parallel.faulted import (
     FAULTY,
     IMPATIENT,
@@ -21,8 +21,9 @@ from tests.parallel.faulted import (
     only_message,
     summary,
     train,
+    train_here,
 )
-from tests.parallel.mpirun import TIMED_OUT, Result, mpirun
+from tests.parallel.mpirun import mpirun
 from tests.parallel.sizes import seldom
 from tests.program import call
 
@@ -33,41 +34,37 @@ NEIGHBOURS += ["--epochs", "2", "--threads", "1", "--lr", "0.05", "--checkpoint-
 """A run of a strategy whose ranks wait for their neighbours."""
 
 
-def test_an_exception_on_one_rank_is_shown_first_and_ends_ranks_that_wait_or_compute(tmp_path: Path) -> None:
-    result = train(3, "1:3:raise,2:3:spin", tmp_path / "run")
+def test_an_exception_on_one_rank_is_shown_first_and_ends_ranks_that_compute(tmp_path: Path) -> None:
+    result = train(2, "1:3:raise,0:3:spin", tmp_path / "run")
     assert result.returncode == 1, str(result)
     lines = result.stderr.splitlines()
     first = next(number for number, line in enumerate(lines) if "failed" in line or "Traceback" in line)
-    start = ["hvfreeze: rank 1 of 3 failed", "Traceback (most recent call last):"]
+    start = ["hvfreeze: rank 1 of 2 failed", "Traceback (most recent call last):"]
     assert lines[first : first + 2] == start and "RuntimeError: injected" in lines, str(result)
     assert result.stderr.count("Traceback") == 1 and not messages(result), str(result)
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"), [seldom("exit", 3), ("segfault", 128 + signal.SIGSEGV), seldom("interrupt", 130)]
-)
-def test_a_rank_that_dies_ends_the_job(tmp_path: Path, fault: str, code: int) -> None:
-    result = train(2, f"0:6:{fault}", tmp_path / "run")
-    assert result.returncode == code, str(result)
+@pytest.mark.seldom
+def test_a_rank_that_is_interrupted_ends_the_job(tmp_path: Path) -> None:
+    result = train(2, "0:6:interrupt", tmp_path / "run")
+    assert result.returncode == 130, str(result)
     assert checkpoints(tmp_path / "run", size=2) == [4]
 
 
+@pytest.mark.standing
 @pytest.mark.parametrize(
     ("size", "fault", "code", "words", "kept"),
     [
         (2, "1:6:loss", 5, ["step 6: the loss is NaN or Inf on 1 of 2 ranks; the model was not updated"], [4]),
         (3, "1:1:perturb", 4, ["replicas differ after step 2: rank 1 differ"], []),
-        seldom(2, "1:9:move-frozen", 4, ["rank 1: ", "frozen"], [4, 8]),
         (2, "1:6:freeze-alone", 4, ["ranks disagree on which parameters are frozen"], [4]),
-        (2, "0:6:log", 3, ["metrics.jsonl cannot be written: No space left on device"], [4]),
-        seldom(2, "1:6:refuse", 3, ["error: rank 1: injected"], [4]),
-        seldom(2, "1:-2:sources", 2, ["different versions: source is", "'other' on rank 1"], None),
+        (2, "1:-2:sources", 2, ["different versions: source is", "'other' on rank 1"], None),
     ],
 )
 def test_a_rank_that_goes_astray_ends_the_job_with_one_message(
     tmp_path: Path, size: int, fault: str, code: int, words: list[str], kept: list[int] | None
 ) -> None:
-    result = train(size, fault, tmp_path / "run")
+    result = train_here(size, fault, tmp_path / "run")
     assert result.returncode == code, str(result)
     said = only_message(result)
     assert not [each for each in words if each not in said], str(result)
@@ -75,49 +72,51 @@ def test_a_rank_that_goes_astray_ends_the_job_with_one_message(
         assert not (tmp_path / "run").exists()
     else:
         assert checkpoints(tmp_path / "run", size=size) == kept
-    if "move-frozen" in fault:
-        assert epochs(tmp_path / "run")[-1]["cut"] > 0, "nothing was frozen, so nothing was shown"
 
 
 @pytest.mark.parametrize(
-    ("size", "fault", "what"),
+    ("fault", "code", "words"),
     [
-        seldom(2, "0:3:stop", "which does not respond"),
-        seldom(2, "1:3:stop", "which does not respond"),
-        seldom(3, "1:3:spin", "which is computing"),
+        ("0:6:log", 3, "metrics.jsonl cannot be written: No space left on device"),
+        seldom("1:9:move-frozen", 4, "frozen"),
     ],
 )
-def test_a_rank_that_does_not_come_ends_the_job_at_the_deadline(
-    size: int, fault: str, what: str, tmp_path: Path
-) -> None:
-    result = train(size, fault, tmp_path / "run", env=IMPATIENT)
-    assert result.returncode == 6, str(result)
+def test_an_error_that_one_rank_alone_meets_is_the_jobs(tmp_path: Path, fault: str, code: int, words: str) -> None:
+    result = train(2, fault, tmp_path / "run")
     said = only_message(result)
-    assert f"for rank {fault[0]} on " in said and what in said, said
-    assert re.search(r"waited \d+ s in '(step\.signals|gradients\.)", said), said
+    assert result.returncode == code and words in said and f"error: rank {fault[0]}: " in said, str(result)
+    assert checkpoints(tmp_path / "run", size=2) == [4, 8][: code - 2]
+    if code == 4:
+        assert epochs(tmp_path / "run")[-1]["cut"] > 0, "nothing was frozen, so nothing was shown"
 
 
-@pytest.mark.parametrize(("size", "culprit"), [seldom(2, 0), seldom(3, 2)])
+@pytest.mark.standing
+@pytest.mark.seldom
+@pytest.mark.parametrize("size", [2])
 def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stays_complete(
-    size: int, culprit: int, tmp_path: Path
+    size: int, tmp_path: Path
 ) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
-    undisturbed = train(size, "-", straight, "--epochs", "1")
+    undisturbed = train_here(size, "-", straight, "--epochs", "1")
     assert undisturbed.returncode == 0, str(undisturbed)
-    result = train(size, f"{culprit}:-4:stop", folder, "--epochs", "1", env=IMPATIENT)
+    result = train(size, "1:-4:stop", folder, "--epochs", "1", env=IMPATIENT)
     assert result.returncode == 128 + signal.SIGKILL, str(result)
-    assert f"rank {culprit} on " in only_message(result) and "has left MPI" in only_message(result)
+    assert "rank 1 on " in only_message(result) and "has left MPI" in only_message(result)
     assert epochs(folder) == epochs(straight)
     for name in ("model.pt", "decisions.jsonl"):
         assert (folder / name).read_bytes() == (straight / name).read_bytes(), name
-    again = train(size, "-", folder, "--epochs", "1", "--resume")
+    again = train_here(size, "-", folder, "--epochs", "1", "--resume")
     assert again.returncode == 0 and "is complete; nothing to do" in again.stdout + again.stderr, str(again)
     assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]
 
 
-def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_a_vote_on_statistics_that_are_not_finite_on_one_rank_is_void(size: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = train(2, "1:0:statistics", folder, "--freeze", "percentile", "--eta-max", "inf", "--interval", "1")
+    result = train_here(
+        size, "1:0:statistics", folder, "--freeze", "percentile", "--eta-max", "inf", "--interval", "1", "--epochs", "1"
+    )
     assert result.returncode == 0, str(result)
     decisions = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
     assert decisions
@@ -142,38 +141,32 @@ def test_a_full_disk_leaves_the_older_checkpoints(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-ROUNDS = ["--model", "mlp-16x9", "--batch-size", "4", "--local-steps", "3"]
-"""What a strategy is given beside that whose ranks wait for all others at the ends of rounds."""
-
-
-def neighbours(strategy: str, faults: str, folder: Path, *more: str, **options: object) -> Result:
-    own = ROUNDS if strategy == "subnets" else []
-    arguments = [faults, "train", *NEIGHBOURS, *own, "--strategy", strategy, "--run-dir", str(folder), *more]
-    result = mpirun(3, FAULTY, timeout=100, args=arguments, every_rank_reports=False, **options)  # type: ignore[arg-type]
-    assert result.returncode != TIMED_OUT, str(result)
-    return result
-
-
-@pytest.mark.parametrize(
-    "strategy", [seldom("grid"), seldom("shared-trunk"), seldom("local-critics"), seldom("subnets")]
-)
-def test_where_ranks_wait_for_neighbours_one_that_dies_or_does_not_come_ends_the_job(
-    strategy: str, tmp_path: Path
-) -> None:
-    killed = neighbours(strategy, "1:2:kill", tmp_path / "killed")
-    assert killed.returncode == 128 + signal.SIGKILL and "rank 1" in killed.stderr, str(killed)
-    late = neighbours(strategy, "1:2:spin", tmp_path / "late", env=IMPATIENT)
-    assert late.returncode == 6 and " for rank 1" in only_message(late), str(late)
+def of(strategy: str, folder: Path, *more: str) -> list[str]:
+    """Return the command line of a run of a strategy whose ranks wait for their neighbours, or for rounds to end."""
+    own = ["--model", "mlp-16x9", "--batch-size", "4", "--local-steps", "3"] if strategy == "subnets" else []
+    return ["train", *NEIGHBOURS, *own, "--strategy", strategy, "--run-dir", str(folder), *more]
 
 
 @pytest.mark.seldom
+@pytest.mark.parametrize("strategy", ["shared-trunk", "subnets"])
+def test_where_ranks_wait_for_neighbours_one_that_does_not_come_ends_the_job(strategy: str, tmp_path: Path) -> None:
+    arguments = ["1:2:stop", *of(strategy, tmp_path / "run")]
+    result = mpirun(2, FAULTY, timeout=100, args=arguments, every_rank_reports=False)
+    assert result.returncode == 6 and " for rank 1" in only_message(result), str(result)
+
+
+@pytest.mark.standing
+@pytest.mark.seldom
 @pytest.mark.parametrize("strategy", ["grid", "shared-trunk"])
-def test_where_ranks_wait_for_neighbours_a_run_that_is_asked_to_leave_goes_on(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [3])
+def test_where_ranks_wait_for_neighbours_a_run_that_is_asked_to_leave_goes_on(
+    strategy: str, size: int, tmp_path: Path
+) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    undisturbed = neighbours(strategy, "-", straight)
+    undisturbed = standing.hvfreeze(size, *of(strategy, straight), program="faulty:-")
     assert undisturbed.returncode == 0, str(undisturbed)
-    asked = neighbours(strategy, "1:5:leave", folder)
+    asked = standing.hvfreeze(size, *of(strategy, folder), program="faulty:1:5:leave")
     assert asked.returncode == 75 and "stopped after step 6 of 8" in only_message(asked), str(asked)
-    resumed = neighbours(strategy, "-", folder, "--resume")
+    resumed = standing.hvfreeze(size, *of(strategy, folder, "--resume"), program="faulty:-")
     assert json.loads(resumed.stdout.splitlines()[-1]) == summary(folder)
     assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]

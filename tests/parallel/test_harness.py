@@ -17,31 +17,26 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.standing
-@pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize(
-    ("check", "words"),
+    ("size", "check", "words"),
     [
-        seldom("fails_on_one_rank", ["rank 1:", "check_that_fails_on_one_rank", "nothing holds here"]),
-        seldom("others_wait_in", ["rank 0:", "assert world.rank > 0", "rank 1 did not come to the end", "barrier"]),
-        seldom("hangs", ["rank 1 did not come to the end of the check, which has 2 s", "line", "check_that_hangs"]),
-        seldom("kills_its_rank", ["rank 1 did not come to the end", "signal 9"]),
-        ("leaves_something", ["rank 1 left port ", "left a file: forgotten.txt", "left a process: sleep 3600"]),
+        seldom(2, "others_wait_in", ["rank 0:", "assert world.rank > 0", "rank 1 did not come to the end", "barrier"]),
+        (1, "leaves_something", ["rank 0 left port ", "left a file: forgotten.txt", "left a process: sleep 3600"]),
     ],
 )
 def test_a_check_that_does_not_hold_is_named_and_the_next_one_is_made(
     check: str, words: list[str], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standing, "PATIENCE_SECONDS", 1.0)
-    deadline = 2.0 if check == "hangs" else 30.0
     with pytest.raises(AssertionError) as raised:
-        standing.call(size, "failing", f"check_that_{check}", deadline=deadline)
+        standing.call(size, "failing", f"check_that_{check}", deadline=30.0)
     missing = [word for word in words if word not in str(raised.value)]
     assert not missing, f"{missing} not in {raised.value}"
     standing.call(size, "failing", "check_that_holds")
 
 
 @pytest.mark.standing
-@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("size", [1])
 def test_what_a_check_changes_in_its_process_is_restored(size: int) -> None:
     standing.call(size, "failing", "check_that_changes_its_process")
     standing.call(size, "failing", "check_that_finds_its_process_as_it_was")
@@ -52,8 +47,6 @@ def test_what_a_check_changes_in_its_process_is_restored(size: int) -> None:
     [
         ("raise", 1, "LookupError: on the last rank"),
         ("kill", 128 + signal.SIGKILL, "signal 9"),
-        seldom("exit", 3, "Exit code:    3"),
-        seldom("say", 1, "some words"),
     ],
 )
 def test_the_end_of_one_rank_is_the_jobs(mode: str, code: int, words: str) -> None:
@@ -64,7 +57,7 @@ def test_the_end_of_one_rank_is_the_jobs(mode: str, code: int, words: str) -> No
 
 @pytest.mark.parametrize("launcher", ["mpirun", seldom("horovodrun")])
 def test_a_job_that_hangs_is_ended_at_its_deadline_and_shows_its_stacks(launcher: Launcher) -> None:
-    result = mpirun(2, ENDING, timeout=6, args=["hang"], every_rank_reports=False, launcher=launcher)
+    result = mpirun(2, ENDING, timeout=3, args=["hang"], every_rank_reports=False, launcher=launcher)
     assert result.returncode == TIMED_OUT and 'ending.py", line' in result.stderr, str(result)
 
 

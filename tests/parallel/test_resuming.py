@@ -1,12 +1,10 @@
-"""What becomes of a job that is asked to leave or is killed, and goes on: with as many ranks, with others, or alone."""
+"""What becomes of a job that is asked to leave or is killed, and goes on: with as many ranks, or with others."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 
 from hvfreeze.runs import checkpoint_file as checkpoint
 from tests.parallel.faulted import (
-    FAULTY,
     TRAINING,
     checkpoints,
     epochs,
@@ -23,9 +20,9 @@ from tests.parallel.faulted import (
     seconds_since,
     summary,
     train,
+    train_here,
 )
-from tests.parallel.mpirun import environment
-from tests.program import Outcome, call
+from tests.program import call
 
 SOON = 60
 """Seconds, on a machine that is busy; waiting for a rank that died would take the stall limit."""
@@ -33,28 +30,25 @@ SOON = 60
 pytestmark = [pytest.mark.mpi, pytest.mark.fault]
 
 
-def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_a_run_that_is_stopped_in_every_way_ends_as_the_undisturbed_one(size: int, tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    result = train(2, "-", straight)
+    result = train_here(size, "-", straight)
     assert result.returncode == 0, str(result)
 
-    asked_early = train(2, "0:-3:leave,1:-1:leave", folder)
+    asked_early = train_here(size, "0:-2:leave,1:-1:leave", folder)
     assert asked_early.returncode == 75, str(asked_early)
     assert re.search(r"continue from the last checkpoint \(step \d+\) with: mpirun -np 2 ", only_message(asked_early))
-    assert checkpoints(folder, size=2) == [1]
+    assert checkpoints(folder, size=size) == [1]
 
-    killed = train(2, "1:6:kill", folder, "--resume")
+    killed = train(size, "1:6:kill", folder, "--resume")
     assert killed.returncode == 128 + signal.SIGKILL, str(killed)
     assert seconds_since(tmp_path) < SOON
-    assert checkpoints(folder, size=2) == [1, 4]
+    assert checkpoints(folder, size=size) == [1, 4]
     assert not (folder / "summary.json").exists()
 
-    terminated = train(2, "1:9:terminate-launcher", folder, "--resume")
-    assert terminated.returncode not in (0, 75), str(terminated)
-    assert seconds_since(tmp_path) < SOON
-    assert checkpoints(folder, size=2) == [4, 8]
-
-    resumed = train(2, "-", folder, "--resume")
+    resumed = train_here(size, "-", folder, "--resume")
     assert resumed.returncode == 0, str(resumed)
     for key in ("parameter_digest", "cut_history", "allreduce_bytes", "test_accuracy"):
         assert summary(folder)[key] == summary(straight)[key], key
@@ -93,59 +87,36 @@ def assert_goes_on_from(before: dict[str, Any], after: dict[str, Any]) -> None:
             torch.testing.assert_close(own["statistics"][2 * place + 1], variance.float())
 
 
+@pytest.mark.standing
 @pytest.mark.seldom
-def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2])
+def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for(size: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    # Epochs of 4 steps with two ranks, 2 with three and 8 with one: each goes on at the same part of the epoch.
-    stopped = train(2, "1:4:leave", folder)
+    # Epochs of 4 steps with two ranks and 2 with three: each goes on at the same part of the epoch.
+    stopped = train_here(size, "1:4:leave", folder)
     assert stopped.returncode == 75, str(stopped)
-    told = []
-    for size, fault, first, last in ((3, "2:2:leave", 2, 3), (1, "0:13:leave", 12, 14), (2, "-", 7, 12)):
-        before = state_in(sorted((folder / "checkpoints").iterdir())[-1])
-        result = train(size, fault, folder, "--resume", "--resume-inexact")
-        assert result.returncode == (75 if fault != "-" else 0), str(result)
-        found = checkpoints(folder, size=size)
-        if fault != "-":
-            assert found == [first, last]
-            assert_goes_on_from(before, state_in(sorted((folder / "checkpoints").iterdir())[0]))
-        told.append(f"step {before['step']} ({before['steps_per_epoch']} per epoch) became {first} (")
+    found = [state_in(next((folder / "checkpoints").glob("*05.pt")))]
+    asked = train(3, "2:2:leave", folder, "--resume", "--resume-inexact")
+    assert asked.returncode == 75, str(asked)
+    assert checkpoints(folder, size=3) == [2, 3]
+    found += [state_in(path) for path in sorted((folder / "checkpoints").iterdir())]
+    assert_goes_on_from(found[0], found[1])
+    ended = train_here(size, "-", folder, "--resume", "--resume-inexact")
+    assert ended.returncode == 0, str(ended)
+    assert checkpoints(folder, size=size) == [8, 12]
+    for result in (asked, ended):
         assert "note: changed since the run started: ranks: " in result.stdout, str(result)
     changes = [change for resumed in summary(folder)["resumed"] for change in resumed["changed"]]
     assert [change.partition(";")[0] for change in changes] == [
-        f"ranks: {there} before, {here} now" for there, here in ((2, 3), (3, 1), (1, 2))
+        f"ranks: {there} before, {here} now" for there, here in ((2, 3), (3, 2))
     ]
-    assert all(where in change for where, change in zip(told, changes, strict=True)), changes
+    for change, before, first in zip(changes, (found[0], found[2]), (2, 6), strict=True):
+        assert f"step {before['step']} ({before['steps_per_epoch']} per epoch) became {first} (" in change
     assert json.loads((folder / "environment.json").read_text())["resumed"] == summary(folder)["resumed"]
     assert [line["epoch"] for line in epochs(folder)] == [0, 1, 2]
-    ended = summary(folder)
-    assert (ended["steps"], ended["world_size"]) == (12, 2)
-    steps = [step for _, step, _ in ended["cut_history"]]
-    assert steps == sorted(steps) and steps[-1] <= 12 and ended["final_cut"] > 0
+    assert (summary(folder)["steps"], summary(folder)["world_size"]) == (12, 2)
+    steps = [step for _, step, _ in summary(folder)["cut_history"]]
+    assert steps == sorted(steps) and steps[-1] <= 12 and summary(folder)["final_cut"] > 0
     # From there on it is a run of two ranks like any other.
-    again = train(2, "-", folder, "--resume")
+    again = train_here(size, "-", folder, "--resume")
     assert again.returncode == 0 and "nothing to do" in again.stdout, str(again)
-
-
-def alone(fault: str, folder: Path, *more: str) -> Outcome:
-    """A run of one process without a launcher."""
-    ended = subprocess.run(
-        [sys.executable, str(FAULTY), fault, "train", *TRAINING, "--run-dir", str(folder), *more],
-        env=environment({}, out=folder.parent, timeout=120),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Outcome(ended.returncode, ended.stdout, ended.stderr)
-
-
-def test_a_lone_process_that_is_terminated_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    straight, folder = tmp_path / "straight", tmp_path / "run"
-    undisturbed = alone("-", straight)
-    assert undisturbed.returncode == 0, str(undisturbed)
-    terminated = alone("0:9:terminate", folder)
-    assert terminated.returncode == 75, str(terminated)
-    assert "stopped after step 10 of 24" in only_message(terminated)
-    resumed = alone("-", folder, "--resume")
-    assert resumed.returncode == 0, str(resumed)
-    assert summary(folder)["parameter_digest"] == summary(straight)["parameter_digest"]

@@ -62,7 +62,6 @@ def test_a_job_that_lost_a_rank_and_was_preempted_ends_as_the_undisturbed_one(no
         script,
         *training(folder / "disturbed", *options),
         OMP_NUM_THREADS="1",
-        FAKE_API_KEY="sesame",
     )
     wait_until(lambda: list(folder.glob("disturbed/checkpoints/step-*.pt")), what="a checkpoint")
     killed = nodes.run("pkill", "-KILL", "-f", "[h]vfreeze train", on="node1")
@@ -81,13 +80,6 @@ def test_a_job_that_lost_a_rank_and_was_preempted_ends_as_the_undisturbed_one(no
     assert (preempted["code"], preempted["signals"], preempted["next"]) == (75, ["SIGUSR1"], "end"), log
     assert (last["attempt"], last["code"]) == (1, 0), log
     assert log.count("resumed after step") == 2
-
-
-def test_srun_starts_ranks_that_form_one_job(nodes: Nodes, folder: Path) -> None:
-    words = [sys.executable, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allgather(MPI.Get_processor_name()))"]
-    done = nodes.run("salloc", "--nodes=2", str(ROOT / "launch/srun.sh"), *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["['node0', 'node1']"] * 2
 
 
 def test_a_job_does_not_carry_the_environment_of_its_submitter(nodes: Nodes, folder: Path) -> None:

@@ -41,13 +41,11 @@ REASONS = {"stop": "which does not respond", "spin": "which is computing or wait
 @pytest.mark.parametrize(
     ("case", "waits_in"),
     [
-        ((3, 0, "start", "stop"), "start"),
-        seldom((2, 0, "collective", "stop"), "loss"),
-        ((3, 2, "collective", "spin"), "loss"),
-        seldom((4, 3, "wire", "stop"), "wire.activations from rank 3"),
-        seldom((2, 1, "close", "stop"), "barrier.close"),
-        seldom((3, 0, "shutdown", "stop"), "close"),
-        seldom((2, 0, "leave", "stop"), "close"),
+        ((2, 0, "start", "stop"), "start"),
+        ((2, 1, "collective", "stop"), "loss"),
+        seldom((3, 2, "collective", "spin"), "loss"),
+        seldom((3, 2, "wire", "stop"), "wire.activations from rank 2"),
+        seldom((2, 0, "shutdown", "stop"), "close"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named_and_ends_the_job(case: Case, waits_in: str) -> None:
@@ -57,44 +55,22 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_job(case: Case, waits_i
     assert re.fullmatch(rf"hvfreeze: error: rank \d on \S+ has waited \d+ s {who}", only_message(result)), str(result)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        seldom((2, 0, "left", "stop")),
-        seldom((3, 1, "left", "stop")),
-        seldom((3, 0, "exit", "stop")),
-        (2, 1, "teardown", "stop"),
-    ],
-)
-def test_a_rank_that_is_stopped_when_nobody_is_left_to_notice_is_named_and_ends_the_job(case: Case) -> None:
-    result = faulty(case)
+def test_a_rank_that_is_stopped_when_nobody_is_left_to_notice_is_named_and_ends_the_job() -> None:
+    result = faulty((2, 1, "teardown", "stop"))
     assert result.returncode == 128 + signal.SIGKILL, str(result)
-    told = rf"hvfreeze: error: rank {case[1]} on \S+ has left MPI, but has been suspended for (\d+) s"
+    told = r"hvfreeze: error: rank 1 on \S+ has left MPI, but has been suspended for (\d+) s"
     match = re.match(told, only_message(result))
     assert match and int(match[1]) >= LIMIT, str(result)
 
 
-@pytest.mark.parametrize(
-    ("size", "culprit", "stage"), [seldom(2, 1, "start"), (3, 0, "start"), seldom(3, 2, "leave"), seldom(2, 1, "exit")]
-)
+@pytest.mark.parametrize(("culprit", "stage"), [(0, "start"), seldom(1, "exit")])
 def test_an_interrupt_of_one_rank_while_mpi_begins_or_ends_is_the_jobs(
-    size: int, culprit: int, stage: str, tmp_path: Path
+    culprit: int, stage: str, tmp_path: Path
 ) -> None:
-    program = [
-        "train",
-        "--model",
-        "shufflenet_v2_x0_5",
-        "--epochs",
-        "1",
-        "--train-samples",
-        "64",
-        "--batch-size",
-        "16",
-        "--run-dir",
-        str(tmp_path),
-    ]
+    program = ["train", "--model", "shufflenet_v2_x0_5", "--epochs", "1", "--train-samples", "64"]
+    program += ["--batch-size", "16", "--run-dir", str(tmp_path)]
     worker = WORKER.with_name("interrupted.py")
-    result = mpirun(size, worker, timeout=90, args=[str(culprit), stage, *program], every_rank_reports=False)
+    result = mpirun(2, worker, timeout=90, args=[str(culprit), stage, *program], every_rank_reports=False)
     if stage == "exit":
         assert result.returncode == 0 and "Traceback" not in result.stderr, str(result)
     else:
@@ -102,6 +78,7 @@ def test_an_interrupt_of_one_rank_while_mpi_begins_or_ends_is_the_jobs(
         assert "hvfreeze: interrupted" in result.stderr and "waited" not in result.stderr, str(result)
 
 
+@pytest.mark.seldom
 def test_a_world_that_is_not_closed_does_not_disturb_the_exit() -> None:
     result = mpirun(2, WORKER.with_name("unclosed.py"), timeout=60)
     assert result.returncode == 0 and result.stderr == "", result

@@ -7,8 +7,10 @@ import sys
 
 from hvfreeze.__main__ import main
 from tests.parallel.mpirun import report
+from tests.parallel.workers.checking import let_models_be_small
 
 if __name__ == "__main__":
+    let_models_be_small()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     code = main(sys.argv[1:])
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from hvfreeze.comm.world import World
@@ -19,25 +18,9 @@ def check_that_holds(world: World) -> None:
     world.barrier(name="holds")
 
 
-def check_that_fails_on_one_rank(world: World) -> None:
-    world.barrier(name="one")
-    assert world.rank == 0, "nothing holds here"
-
-
 def check_that_others_wait_in(world: World) -> None:
     assert world.rank > 0
     world.barrier(name="waits")
-
-
-def check_that_hangs(world: World) -> None:
-    if world.rank == world.size - 1:
-        time.sleep(3600)
-
-
-def check_that_kills_its_rank(world: World) -> None:
-    if world.rank == world.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier(name="killed")
 
 
 def check_that_leaves_something(world: World) -> None:

@@ -1,7 +1,8 @@
 """The program with faults built in: `faulty.py RANK:STEP:FAULT,... ARGUMENTS` does what hvfreeze ARGUMENTS does.
 
-A fault happens on one rank before it makes the step. Step -3 is before ranks know each other, -2 the beginning and -1
-the end of the preparation, -4 is when the rank has left MPI; `-` is no fault.
+A fault happens on one rank before it makes the step. Step -2 is the beginning and -1 the end of the preparation, -4 is
+when the rank has left MPI; `-` is no fault. From the step on at which a rank stops, the others wait for LIMIT seconds.
+On ranks of a standing job, the worker `faulty:RANK:STEP:FAULT` runs the program; its faults end no process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +27,17 @@ from hvfreeze.comm.mpi_environment import claimed_rank
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import RefusedError
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training import loop
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
 from tests.parallel.workers.checking import let_models_be_small
+from tests.parallel.workers.program import run
+
+__all__ = ["run"]
+LIMIT = 2.0
 
 make_step = loop.train_step
-start = horovod_world.open_world
 leave = horovod_world.leave_mpi
 
 
@@ -42,36 +46,19 @@ def replicas_of(job: Job) -> DataParallel:
     return job.strategy
 
 
-def note_the_time(job: Job) -> None:
-    """For tests of how soon a job ends."""
+def die(job: Job) -> None:
+    """Die at a time that is noted, for tests of how soon a job ends."""
     job.directory.with_name("since").write_text(str(time.time()))
-
-
-def die_of(number: int, job: Job) -> None:
-    note_the_time(job)
-    os.kill(os.getpid(), number)
-    while True:
-        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(job: Job) -> None:
     raise RuntimeError("injected")
 
 
-def refuse(job: Job) -> None:
-    raise RefusedError("injected")
-
-
 def spin(job: Job) -> None:
     while True:
         pass
-
-
-def terminate_launcher(job: Job) -> None:
-    note_the_time(job)
-    os.kill(os.getppid(), signal.SIGTERM)
-    while True:
-        time.sleep(1)
 
 
 def perturb_a_weight(job: Job) -> None:
@@ -108,18 +95,13 @@ def have_other_sources(job: None) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], object]] = {
-    "kill": lambda job: die_of(signal.SIGKILL, job),
-    "segfault": lambda job: die_of(signal.SIGSEGV, job),
+    "kill": die,
     "stop": lambda job: os.kill(os.getpid(), signal.SIGSTOP),
     "leave": lambda job: os.kill(os.getpid(), signal.SIGUSR1),
-    "terminate": lambda job: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda job: os.kill(os.getpid(), signal.SIGINT),
-    "exit": lambda job: os._exit(3),
     "raise": fail,
-    "refuse": refuse,
     "sources": have_other_sources,
     "spin": spin,
-    "terminate-launcher": terminate_launcher,
     "perturb": perturb_a_weight,
     "freeze-alone": freeze_alone,
     "move-frozen": move_a_frozen_weight,
@@ -141,20 +123,19 @@ def build_in(faults: str) -> None:
     for entry in faults.split(",") if faults != "-" else []:
         rank, step, name = entry.split(":")
         wanted[int(rank), int(step)] = FAULTS[name]
+    stops = {step for (_, step), fault in wanted.items() if fault in (FAULTS["stop"], FAULTS["spin"])}
 
     def nothing(job: Job | None) -> None:
         return
 
     def faulty_step(job: Job, batches: Sequence[Batch]) -> float:
+        if job.step in stops:
+            job.world.watch._limit = LIMIT  # type: ignore[attr-defined]
         fault = wanted.get((job.world.rank, job.step))
         if fault is not None:
             wait_for_the_checkpoint(job)
             fault(job)
         return make_step(job, batches)
-
-    def faulty_start(*, beside: str = "") -> World:
-        wanted.get((claimed_rank(os.environ), -3), nothing)(None)
-        return start(beside=beside)
 
     def faulty_preparation(config: Config, world: World, **more: Any) -> Job:
         wanted.get((world.rank, -2), nothing)(None)
@@ -166,10 +147,16 @@ def build_in(faults: str) -> None:
         leave(mpi)
         wanted.get((claimed_rank(os.environ), -4), nothing)(None)
 
-    horovod_world.open_world = faulty_start
     horovod_world.leave_mpi = faulty_end
     loop.train_step = faulty_step
     hvfreeze.training.run.prepare = faulty_preparation  # type: ignore[attr-defined]
+
+
+def setting(world: World, root: Path, *faults: str) -> World:
+    """Build the faults into the program of a standing job."""
+    let_models_be_small()
+    build_in(":".join(faults))
+    return world
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`interrupted.py RANK STAGE ARGUMENTS`: the program, in which one rank gets SIGINT as MPI begins or ends, or after."""
+"""`interrupted.py RANK STAGE ARGUMENTS`: the program, in which one rank gets SIGINT as MPI begins, or at its exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvfreeze.comm.mpi_environment import claimed_rank
 from tests.parallel.workers.checking import let_models_be_small
 
 culprit, stage = int(sys.argv[1]), sys.argv[2]
-start_mpi, leave_mpi = horovod_world.start_mpi, horovod_world.leave_mpi
+start_mpi = horovod_world.start_mpi
 
 
 def at(name: str) -> None:
@@ -30,12 +30,7 @@ def start() -> Any:
     return mpi
 
 
-def leave(mpi: Any) -> None:
-    at("leave")
-    leave_mpi(mpi)
-
-
-horovod_world.start_mpi, horovod_world.leave_mpi = start, leave
+horovod_world.start_mpi = start
 let_models_be_small()
 atexit.register(at, "exit")
 del sys.argv[1:3]

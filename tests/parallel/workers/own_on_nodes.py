@@ -18,11 +18,11 @@ def main() -> None:
     torch.set_num_threads(1)
     shared, found = Path(sys.argv[1]), {}
     places = {"shared": shared / "activations", "own": Path(os.environ["TMPDIR"]) / "activations"}
-    for name, directory in (("none", None), *places.items()):
+    for name, directory in places.items():
         model, optimizer, _ = run_image(7, directory)
         optimizer.freezer.average_statistics()
         digest = check_replicas(model, optimizer.world, step=optimizer.freezer.step)
-        files = sorted(path.name.rpartition("-")[2] for path in directory.glob("*.h5")) if directory else []
+        files = sorted(path.name.rpartition("-")[2] for path in directory.glob("*.h5"))
         found[name] = {"digest": digest, "files": sorted(set(files))}
     world: Any = optimizer.world
     everyone = world.allgather_object({"host": os.uname().nodename, **found}, name="found")

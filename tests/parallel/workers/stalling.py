@@ -1,12 +1,11 @@
 """`stalling.py RANK STAGE FAULT LIMIT`: rank RANK stops (or spins) at a stage of a job's life; others go on and wait.
 
-The stages in their order: start, collective, wire, close, shutdown, leave, left, exit, teardown. From when ranks know
-each other they may wait for LIMIT seconds: how long they take to start is the machine's affair.
+The stages in their order: start, collective, wire, shutdown, teardown. From when ranks know each other they may wait
+for LIMIT seconds: how long they take to start is the machine's affair.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -14,14 +13,12 @@ from functools import partial
 
 import torch
 
-import hvfreeze.comm.horovod_world as horovod_world
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
 from hvfreeze.comm.mpi_environment import claimed_rank
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.world import end_job_on_exception
 
 culprit, stage, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-leave_mpi = horovod_world.leave_mpi
 
 
 def at(name: str) -> None:
@@ -30,12 +27,6 @@ def at(name: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         while True:
             pass
-
-
-def leave(mpi: object) -> None:
-    at("leave")
-    leave_mpi(mpi)
-    at("left")
 
 
 class Last:
@@ -51,9 +42,6 @@ class Last:
             self.stop()
 
 
-horovod_world.leave_mpi = leave
-# Registered first, it is called last.
-atexit.register(at, "exit")
 last = Last()
 at("start")
 world = open_world()
@@ -69,5 +57,4 @@ at("wire")
 wire.put(torch.ones(4), to=(world.rank + 1) % world.size, lane="activations")
 wire.get((4,), source=(world.rank - 1) % world.size, lane="activations")
 wire.close()
-at("close")
 world.close()

@@ -109,7 +109,7 @@ def test_bad_images_are_all_named_and_can_be_left_out(finished: Finished, tmp_pa
 
 
 def test_held_out_samples_are_evaluated_where_the_run_was(tmp_path: Path) -> None:
-    flags = "--model shufflenet_v2_x0_5 --train-samples 60 --validation-fraction 0.4 --quiet --batch-size 16 --epochs 1"
+    flags = "--model mlp-16x16 --train-samples 60 --validation-fraction 0.4 --quiet --batch-size 16 --epochs 1"
     run = tmp_path / "run"
     frozen = "--threads 1 --lr 0.01 --freeze static --cut 2"
     assert call("train", *flags.split(), *frozen.split(), "--run-dir", str(run)).returncode == 0
@@ -213,7 +213,9 @@ def test_what_cannot_be_evaluated_is_refused_with_one_message(finished: Finished
 
 def test_a_model_with_an_mlp_for_a_head_is_applied(finished: Finished, tmp_path: Path) -> None:
     run, image = tmp_path / "mlp", str(finished.images / "test" / "red" / "00.png")
-    summary = train(finished.images, run, "--image-size 48 --epochs 1 --head mlp-12 --freeze static --cut 2")
+    summary = train(
+        finished.images, run, "--model resnet20 --image-size 8 --epochs 1 --head mlp-12 --freeze static --cut 2"
+    )
     outcome = call("evaluate", str(run))
     assert f"top-1 {100 * summary['test_accuracy']:.2f} %" in outcome.stdout, str(outcome)
     assert "as the run reported" in outcome.stdout
@@ -223,7 +225,9 @@ def test_a_model_with_an_mlp_for_a_head_is_applied(finished: Finished, tmp_path:
 
 def test_each_of_several_models_is_applied_by_its_name(finished: Finished, tmp_path: Path) -> None:
     run, image = tmp_path / "several", str(finished.images / "test" / "red" / "00.png")
-    summary = train(finished.images, run, "--image-size 48 --epochs 1 --strategy shared-trunk --heads 2")
+    summary = train(
+        finished.images, run, "--model mlp-16x16 --image-size 8 --epochs 2 --strategy shared-trunk --heads 2"
+    )
     answers = set()
     for name in ("model-head0", "model-head1"):
         outcome = call("evaluate", str(run), "--model-name", name)
@@ -247,7 +251,7 @@ def test_a_copy_whose_names_are_encoded_otherwise_is_the_runs_data(tmp_path: Pat
     for part in ("train", "test"):
         (folder / part / "a").rename(folder / part / composed)
         (folder / part / "b").rename(folder / part / "z")
-    flags = "--model shufflenet_v2_x0_5 --data imagefolder --batch-size 8 --epochs 1 --threads 1"
+    flags = "--model mlp-8 --image-size 8 --data imagefolder --batch-size 8 --epochs 1 --threads 1"
     outcome = call("train", *flags.split(), "--data-dir", str(folder), "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     for part in ("train", "test"):

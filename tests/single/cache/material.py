@@ -154,9 +154,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return alike and torch.equal(bytes_of(left), bytes_of(right))
 
 
-Change = Callable[[Path], None]
-
-
 def run_in_child(work: Callable[[], Iterable[object]]) -> tuple[int, list[str]]:
     """Run `work` in a forked process; return how that ended, as `waitpid` does, and what `work` yielded, as text."""
     reading, writing = os.pipe()

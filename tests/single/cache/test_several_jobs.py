@@ -51,19 +51,6 @@ def test_two_jobs_do_not_build_the_same_file(tmp_path: Path) -> None:
     assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
 
 
-def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
-    fill(first, keys[:16], rows[:16])
-    assert fill(second, keys, rows) == 0
-    first.discard()
-    assert fill(second, keys, rows) == 0
-    second.refresh()
-    assert fill(second, keys, rows) == 40
-    second.close()
-    assert list(tmp_path.iterdir()) == [second.path]
-
-
 def test_a_job_that_locks_do_not_keep_out_makes_the_other_one_give_up_and_its_own_file_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

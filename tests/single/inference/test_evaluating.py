@@ -24,7 +24,6 @@ from hvfreeze.inference.evaluate import (
     own_samples,
     plot_confusion,
     samples_in,
-    write_result,
 )
 from hvfreeze.inference.exits import Answering
 from tests.program import call, save_photos
@@ -147,19 +146,6 @@ def test_counts_are_by_true_class_and_answer(finished: Finished) -> None:
     odd = replace(applied, classes=("a\nb", "\x1b[0m", "c"))
     told = describe(odd, samples_of(labels, own=False), judged(labels, answered, odd.classes))
     assert [line.split()[:2] for line in told.splitlines()[2:4]] == [["a\\nb", "3"], ["\\x1b[0m", "3"]]
-
-
-def test_rows_of_the_confusions_keep_their_names_whatever_classes_are_called(
-    finished: Finished, tmp_path: Path
-) -> None:
-    classes, first = ("true class (row)", "true class", "c"), "true class (row) (row)"
-    labels = torch.tensor([0, 1, 1, 2])
-    applied = replace(hvfreeze.load_model(finished.run), classes=classes)
-    write_result(applied, samples_of(labels, own=True), judged(labels, labels, classes), out=tmp_path)
-    with (tmp_path / "confusion.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row.pop(first) for row in rows] == list(classes) and list(rows[0]) == list(classes)
-    assert [int(row[name]) for name, row in zip(classes, rows)] == [1, 2, 1]
 
 
 def test_a_figure_of_many_classes_names_none_and_of_few_tells_counts() -> None:

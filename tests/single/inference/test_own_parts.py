@@ -106,15 +106,6 @@ def test_a_network_that_views_its_maps_trains_is_cached_resumed_and_applied(code
     assert "as the run reported" in outcome.stdout, str(outcome)
 
 
-def test_who_stays_at_an_exit_of_such_a_network_goes_on(code: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS[2:], "--model", "spotted:Views", "--strategy", "local-critics", "--parts", "2")
-    flags += ("--cut-by", "given", "--cut-at", "1")
-    outcome = call("train", *flags, "--epochs", "1", "--run-dir", str(tmp_path))
-    assert outcome.returncode == 0, str(outcome)
-    outcome = call("evaluate", str(tmp_path), "--trust-code", "--exit-confidence", "1")
-    assert outcome.returncode == 0, str(outcome)
-
-
 def test_broken_samples_of_ones_own_are_left_out_where_that_is_asked_for(code: Path, tmp_path: Path) -> None:
     code.write_text(
         CODE.replace("noise, label =", "if row in (0, 5): raise OSError('gone')\n        noise, label =", 1)

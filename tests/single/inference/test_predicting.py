@@ -6,7 +6,6 @@ import csv
 import io
 import resource
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,7 @@ from PIL import Image
 
 import hvfreeze
 from hvfreeze.errors import RefusedError
-from hvfreeze.inference import model
-from hvfreeze.inference.answers import collect
 from hvfreeze.inference.card import Preparation
-from hvfreeze.inference.exits import Answering
 from hvfreeze.inference.predict import table_at
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished
@@ -65,38 +61,6 @@ def test_files_and_folders_come_in_the_order_named_in_batches_of_any_size(finish
     assert rows[0][0] == rows[0][-1]
     for other in rows[1:]:
         assert [row["class"] for row in other] == [row["class"] for row in rows[0]]
-
-
-def test_a_batch_is_no_larger_than_there_are_images(finished: Finished) -> None:
-    applied, sizes = hvfreeze.load_model(finished.run), list[int]()
-
-    class Counting(Answering):
-        def __call__(self, images: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(images))
-            return super().__call__(images)
-
-    def decode(row: int) -> Any:
-        return applied.preparation.pixels_of(finished.images / "test" / "red" / f"0{row}.png")
-
-    for size in (None, 2, 50):
-        assert len(collect(Counting(applied), decode, 3, batch_size=size).rows) == 3
-    assert sizes == [applied.card.batch_size, 2, 2, 3]
-
-
-def test_images_are_decoded_while_the_model_is_loaded(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, load, decode = threading.Event(), model.load_files, Preparation.pixels_of
-
-    def load_files(*given: Any) -> Any:
-        assert decoded.wait(60), "no image was decoded"
-        return load(*given)
-
-    def pixels_of(*given: Any) -> Any:
-        decoded.set()
-        return decode(*given)
-
-    monkeypatch.setattr(model, "load_files", load_files)
-    monkeypatch.setattr(Preparation, "pixels_of", pixels_of)
-    assert call("predict", str(finished.run), str(finished.images / "test")).returncode == 0
 
 
 def test_another_folder_gives_the_same_answers(
@@ -190,27 +154,16 @@ def test_a_disk_that_is_full_in_the_middle_of_a_batch_is_told(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_the_empty_path_is_not_taken_for_the_working_directory(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(finished.images / "test")
-    refused(call("predict", str(finished.run), ""), 2, "an IMAGE is the empty path")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         ("RUN nowhere.png", 3, "nowhere.png does not exist"),
         ("RUN empty", 3, "empty holds no image (.bmp"),
         ("RUN notes.txt", 3, "notes.txt is not an intact image"),
-        ("RUN good.png --top 0", 2, "--top (0) must be at least 1"),
         ("RUN good.png --top 4", 2, "--top (4) must be at most 3"),
         ("RUN good.png --batch-size 0", 2, "--batch-size (0) must be at least 1"),
         ("RUN good.png --out empty", 2, "--out (empty) must be a file"),
-        ("RUN good.png --out good.png/a.csv", 3, "choose another --out"),
-        ("RUN", 2, "IMAGE"),
         ("empty good.png", 3, "empty holds no finished model"),
-        ("nowhere good.png", 3, "run directory nowhere does not exist"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_one_message(

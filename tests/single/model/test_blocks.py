@@ -37,14 +37,6 @@ def test_resnet18_is_cut_into_these_blocks(scheme: str, names: str) -> None:
     assert [block.name for block in chain.blocks] == names.split()
 
 
-def test_stage_blocks_run_torchvisions_own_stages() -> None:
-    model = resnet18()
-    stages = [model.get_submodule(f"layer{i}") for i in (1, 2, 3, 4)]
-    assert [block.steps for block in cut_into_blocks(model).blocks[1:5]] == [(stage,) for stage in stages]
-    assert all(stage in cut_into_blocks(model).modules(1, 5) for stage in stages)
-    assert not any(stage in cut_into_blocks(model, scheme="residual").modules() for stage in stages)
-
-
 def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_models_names() -> None:
     model = resnet18()
     chain = cut_into_blocks(model)

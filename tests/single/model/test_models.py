@@ -42,13 +42,6 @@ def test_a_built_model_and_the_random_state_after_it_are_plain_torchvisions() ->
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.seldom
-def test_maxvit_is_torchvisions_own_at_224_pixels() -> None:
-    built = build_model("maxvit_t", num_classes=1000, image_size=224).model
-    shapes = [(name, tensor.shape) for name, tensor in torchvision.models.maxvit_t().state_dict().items()]
-    assert [(name, tensor.shape) for name, tensor in built.state_dict().items()] == shapes
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -97,11 +90,6 @@ def test_a_vision_transformer_wants_a_multiple_of_its_patches(name: str, size: i
         UsageError, match=rf"\({size}\) must be a multiple of {multiple} for {name}.*--image-size {near}"
     ):
         build_model(name, num_classes=10, image_size=size)
-
-
-def test_transformers_of_one_size_say_which() -> None:
-    assert smallest_image_size(torchvision.models.VisionTransformer(64, 16, 1, 2, 8, 8)) == 64
-    assert smallest_image_size(build_model("maxvit_t", num_classes=10, image_size=96).model) == 96
 
 
 @pytest.fixture
@@ -167,11 +155,6 @@ def test_default_weights_with_auxiliary_heads_lose_them_and_keep_what_they_compu
         actual = next(model.children())(images)
         inside = slice(border, expected.shape[-1] - border)
         torch.testing.assert_close(actual[..., inside, inside], expected[..., inside, inside])
-
-
-def test_default_weights_of_maxvit_are_for_multiples_of_224_pixels() -> None:
-    with pytest.raises(UsageError, match="multiple of 224, not 96"):
-        build_model("maxvit_t", num_classes=10, weights="DEFAULT", image_size=96)
 
 
 @pytest.mark.parametrize(("name", "layers", "parameters"), [("resnet20", 20, 269_722), ("resnet110", 110, 1_727_962)])

@@ -27,7 +27,6 @@ def network(*strides: int) -> nn.Module:
         (4, network(2, 2, 2, 2), "2 of 4 convolutions get maps of 1 x 1 pixel; use --image-size 8 or more"),
         (8, nn.Sequential(Noise(), network(2, 2, 2, 2)), ""),
         (64, network(2, 2, 2, 2, 2, 2, 2, 2), ""),
-        (1, nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)), ""),
         (1, nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), ""),
         # Made for one side only.
         (2, nn.Sequential(network(2, 1, 1, 1), nn.Flatten(), nn.Linear(3, 2)), "; use a larger --image-size"),

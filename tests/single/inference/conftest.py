@@ -61,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Pixels of 36x36, which the model sees enlarged to 48x48; its last batch of evaluation is not full."""
     folder = tmp_path_factory.mktemp("inference")
     images = save_images(folder / "images")
-    train(images, folder / "run", "--image-size 48 --epochs 3 --evaluate-every 3 --lr 0.005 --augment none")
+    train(images, folder / "run", "--image-size 48 --epochs 6 --evaluate-every 6 --lr 0.005 --augment none")
     return Finished(folder / "run", images)
 
 

@@ -20,6 +20,8 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.views import parse_augment, transform_for
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference.card import read_card, write_card
+from hvfreeze.inference.evaluate import measure, own_samples
+from hvfreeze.inference.exits import Answering
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished
 
@@ -39,8 +41,8 @@ def test_the_card_says_what_the_run_was(finished: Finished) -> None:
     assert card.accuracy == finished.summary["test_accuracy"] and card.accuracy_on == "test"
     assert card.parameter_digest == finished.summary["parameter_digest"]
     assert (card.epochs, card.steps, card.batch_size, card.weights_sha256) == (
-        3,
-        18,
+        6,
+        36,
         rows_at_once(8, (3, 48, 48)),
         None,
     )
@@ -194,13 +196,11 @@ def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(
 
 @pytest.mark.parametrize("head", ["last", "multi-level"])
 def test_a_run_whose_head_was_solved_is_applied_like_any_other(tmp_path: Path, head: str) -> None:
-    flags = (
-        f"--model resnet20 --image-size 8 --train-samples 64 --threads 1 --augment none --head {head} --head-fit exact"
-    )
-    assert call("train", *flags.split(), "--run-dir", str(tmp_path / "run")).returncode == 0
-    assert hvfreeze.load_model(tmp_path / "run").card.head.startswith(head)
-    told = call("evaluate", str(tmp_path / "run"), "--out", str(tmp_path / "out"))
-    assert told.returncode == 0 and "as the run reported" in told.stdout, str(told)
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert found["loss"] == pytest.approx(last["test_loss"], rel=1e-12)
+    flags = "--model resnet20 --image-size 8 --train-samples 80 --validation-fraction 0.2 --threads 1 --augment none"
+    trained = call("train", *flags.split(), "--head", head, "--head-fit", "exact", "--run-dir", str(tmp_path))
+    assert trained.returncode == 0, str(trained)
+    applied = hvfreeze.load_model(tmp_path)
+    assert applied.card.head.startswith(head)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    found = measure(Answering(applied), own_samples(applied, tmp_path))
+    assert found.loss == pytest.approx(last["test_loss"], rel=1e-12) and found.accuracy == last["test_accuracy"]

@@ -120,7 +120,7 @@ def test_a_model_is_saved_as_the_library_reads_it(tmp_path: Path) -> None:
         save(nn.Sequential(), tmp_path, classes=(), processor={})
 
 
-SMALL = ("--train-samples", "60", "--epochs", "1", "--threads", "1", "--image-size", "32")
+SMALL = "--train-samples 60 --validation-fraction 0.2 --epochs 1 --threads 1 --image-size 32".split()
 
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
@@ -317,7 +317,7 @@ def test_another_configuration_has_other_operations(tmp_path: Path) -> None:
 def test_a_head_reads_the_tokens_that_were_chosen_in_training_and_after(tmp_path: Path) -> None:
     save_small("dinov2_with_registers", tmp_path / "hub")
     run, given = tmp_path / "run", ("--head", "multi-level", "--head-fit", "kernel", "--augment", "none")
-    train = ("train", *SMALL[:2], *SMALL[4:], *given, "--pool", "2", "--tokens", "grid", "--run-dir", str(run))
+    train = ("train", *SMALL[:4], *SMALL[6:], *given, "--pool", "2", "--tokens", "grid", "--run-dir", str(run))
     outcome = call(*train, "--model", f"hf:{tmp_path / 'hub'}")
     assert outcome.returncode == 0 and "tokens:" not in outcome.stdout, str(outcome)
     assert load_model(run).card.head.startswith("kernel:2:grid")

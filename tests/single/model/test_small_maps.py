@@ -44,6 +44,6 @@ def test_convolutions_on_single_pixels_are_counted(side: int, model: nn.Module, 
 
 
 def test_a_run_on_tiny_images_says_so(tmp_path: Path) -> None:
-    flags = "--model shufflenet_v2_x0_5 --train-samples 20 --batch-size 10 --epochs 1 --threads 1".split()
-    outcome = call("train", *flags, "--image-size", "4", "--run-dir", str(tmp_path))
+    flags = "--model shufflenet_v2_x0_5 --image-size 4 --train-samples 24 --batch-size 10 --epochs 1 --threads 1"
+    outcome = call("train", *flags.split(), "--validation-fraction", "0.2", "--run-dir", str(tmp_path))
     assert "are too small for shufflenet_v2_x0_5: " in outcome.stdout, str(outcome)

@@ -22,29 +22,29 @@ from hvfreeze.torchvision_shim import torchvision
 
 # Of each family a small member with a small image size; names with a star are smaller still than torchvision's members.
 MEMBERS = {
+    "convnext*": 32,
     "densenet*": 32,
     "efficientnet*": 32,
     "maxvit*": 32,
     "mlp-24x12": 8,
+    "regnet*": 32,
     "resnext*": 32,
     "shufflenet_v2_x0_5": 32,
     "squeezenet1_1": 32,
     "swin*": 32,
+    "swin_v2*": 32,
     "vgg*": 32,
     "vit*": 32,
 }
 SELDOM = {
     "alexnet*": 63,
-    "convnext*": 32,
     "googlenet": 32,
     "inception_v3": 75,
     "mnasnet0_5": 32,
     "mobilenet_v2": 32,
     "mobilenet_v3_small": 32,
-    "regnet*": 32,
     "resnet18": 32,
     "resnet20": 32,
-    "swin_v2*": 32,
 }
 BATCH = 4
 

@@ -83,7 +83,7 @@ def test_every_usual_prefix_and_format_loads(tmp_path: Path) -> None:
     donor = state_of(squeezenet(10, seed=1))
     files = [safetensors(tmp_path / "model.safetensors", under("_orig_mod.module.", donor))]
     for prefix, key in zip_longest(PREFIXES, KEYS, fillvalue="state_dict"):
-        files.append(tmp_path / f"{prefix}{key}.bin")
+        files.append(tmp_path / f"weights-{prefix}{key}.bin")
         named = under(prefix, donor)
         torch.save({key: named} if key else named, files[-1])
     for file in files:

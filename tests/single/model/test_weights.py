@@ -31,7 +31,7 @@ SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "how"), zip(["shufflenet_v2_x0_5", "mnasnet0_5"], SAVED, strict=True))
+@pytest.mark.parametrize(("name", "how"), [*zip(["shufflenet_v2_x0_5", "mnasnet0_5"], SAVED, strict=True)])
 def test_a_state_dict_loads_however_it_was_saved(name: str, how: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = state_of(build_model(name, num_classes=10, image_size=32).model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +154,23 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return alike and torch.equal(bytes_of(left), bytes_of(right))
 
 
-Change = Callable[[Path], None]
+def run_in_child(work: Callable[[], Iterable[object]]) -> tuple[int, list[str]]:
+    """Run `work` in a forked process; return how that ended, as `waitpid` does, and what `work` yielded, as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(240)
+            for line in work():
+                os.write(writing, f"{line}\n".encode())
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        said = lines.read().splitlines()
+    return os.waitpid(child, 0)[1], said
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, *, read_rate: float = math.inf, write_rate: float = math.inf) -> None:

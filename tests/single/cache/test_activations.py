@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +13,11 @@ from torch import nn
 
 from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
 from hvfreeze.cache.file.reader import MappedRows
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, check_outputs, run_epoch
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, run_epoch
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, slow_down
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(("channels_last", "slow"), [(True, False), (False, True)])
 def test_activations_have_the_bits_of_recomputing_while_filling_and_reading(
     channels_last: bool, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,19 +69,6 @@ def test_a_sweep_computes_only_missing_rows_and_pads_the_last_forward(tmp_path: 
     cached.close()
 
 
-def test_an_epoch_of_which_nothing_is_cached_is_filled_while_training(tmp_path: Path) -> None:
-    net = FrozenNet()
-    cached = net.cached(tmp_path)
-    owned_keys = np.tile(OWNED_KEYS[0], 2), np.repeat(np.arange(2), NUM_SAMPLES)
-    net.begin(cached, 2, owned_keys, augment="views:2")
-    for epoch in range(4):
-        cached.announce(batches_of(NUM_SAMPLES, epoch=epoch, views=2))
-        assert cached.sweep() == 0
-        check_epoch(cached, net, batches_of(NUM_SAMPLES, epoch=epoch, views=2))
-    assert cached.counters.forwards == 10 and not cached.missing(*owned_keys).any()
-    cached.close()
-
-
 def test_evaluation_batches_with_padding_of_their_own_count_each_sample_once(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = net.cached(tmp_path)
@@ -129,53 +113,6 @@ def test_batches_of_a_slow_disk_are_read_before_they_are_asked_for(
     readers.clear()
     run_epoch(cached, batches_of(NUM_SAMPLES, epoch=1))
     assert len(readers) == 5 and all(name.startswith("cache-reader") for name in readers[2:])
-    cached.close()
-
-
-def test_batches_in_another_order_than_announced_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, read_rate=2e7, write_rate=2e8)
-    net = FrozenNet()
-    cached = begun(net, tmp_path)
-    run_epoch(cached, batches_of(NUM_SAMPLES))
-    cached.announce(batches_of(NUM_SAMPLES, epoch=1))
-    batches = [*batches_of(NUM_SAMPLES, epoch=2), *batches_of(NUM_SAMPLES, epoch=1)]
-    check_outputs([cached.get(*batch) for batch in batches], net, 2, batches)
-    cached.close()
-
-
-def test_only_batches_that_are_not_cached_need_images(tmp_path: Path) -> None:
-    net = FrozenNet()
-    cached = begun(net, tmp_path)
-    batches = batches_of(NUM_SAMPLES)
-    assert not cached.is_cached(*batches[0])
-    cached.get(*batches[0])
-    assert cached.is_cached(*batches[0]) and not cached.is_cached(*batches[1])
-    cached.close()
-
-
-def test_time_that_training_waits_is_told_to_the_clock(tmp_path: Path) -> None:
-    phases: list[str] = []
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        phases.append(name)
-        yield
-
-    net = FrozenNet()
-    cached = begun(net, tmp_path, phase=phase)
-    batch = batches_of(NUM_SAMPLES)[0]
-    cached.get(*batch)
-    cached.get(*batch)
-    assert phases == ["cache_read", "cache_write", "cache_read"]
-    assert cached.counters.read_seconds > 0 and cached.counters.write_seconds > 0
-    cached.close()
-
-
-def test_a_batch_larger_than_the_training_batch_is_a_mistake(tmp_path: Path) -> None:
-    net = FrozenNet()
-    cached = begun(net, tmp_path)
-    with pytest.raises(ValueError, match="17 rows"):
-        cached.get(np.arange(17), np.zeros(17, np.int64))
     cached.close()
 
 

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
+import os
 import random
-import subprocess
-import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.format import NAMES
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.reader import ActivationFile
-from tests.single.cache.material import write_file
+from tests.single.cache.material import run_in_child, write_file
 
-ROOT = Path(__file__).parents[3]
-
-
-NUM_FLIPS = 400
+NUM_FLIPS = 300
 
 
-# Reads copies of a file, each with one bit flipped, and says what became of each. It runs by itself because the HDF5
-# library may crash on a damaged file, which counts as noticed.
-FLIPPER = """
-import sys
-from pathlib import Path
-import torch
-from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.reader import ActivationFile
-
-path, first = Path(sys.argv[1]), int(sys.argv[2])
-flips = [tuple(map(int, pair.split(":"))) for pair in sys.argv[3].split(",")]
-original = path.read_bytes()
-file = ActivationFile(path)
-file.verify()
-rows = torch.arange(len(file.keys))
-expected = file.keys.tobytes(), file.read(rows)
-victim = path.with_name("activations-" + "0" * 16 + "-0of1.h5")
-for number, (position, bit) in list(enumerate(flips))[first:]:
-    print(number, "begins", flush=True)
-    damaged = bytearray(original)
-    damaged[position] ^= 1 << bit
-    victim.write_bytes(damaged)
-    try:
-        file = ActivationFile(victim)
-        file.verify()
-        same = (file.keys.tobytes(), file.manifest) == (expected[0], ActivationFile(path).manifest)
-        print(number, "same" if same and torch.equal(file.read(rows), expected[1]) else "WRONG", flush=True)
-    except CacheFault as fault:
-        print(number, "refused" if str(victim) in str(fault) else "UNNAMED", flush=True)
-"""
+def read_flipped(path: Path, flips: list[tuple[int, int]], first: int) -> Iterator[str]:
+    """Read copies of a file, each with one bit flipped; yield what became of each."""
+    original, file = path.read_bytes(), ActivationFile(path)
+    rows = torch.arange(len(file.keys))
+    expected = file.keys.tobytes(), file.read(rows)
+    victim = path.with_name("activations-" + "0" * 16 + "-0of1.h5")
+    for number, (position, bit) in list(enumerate(flips))[first:]:
+        yield f"{number} begins"
+        damaged = bytearray(original)
+        damaged[position] ^= 1 << bit
+        victim.write_bytes(damaged)
+        try:
+            flipped = ActivationFile(victim)
+            flipped.verify()
+            same = (flipped.keys.tobytes(), flipped.manifest) == (expected[0], file.manifest)
+            yield f"{number} {'same' if same and torch.equal(flipped.read(rows), expected[1]) else 'WRONG'}"
+        except CacheFault as fault:
+            yield f"{number} {'refused' if str(victim) in str(fault) else 'UNNAMED'}"
 
 
 def flip_results(path: Path, flips: list[tuple[int, int]]) -> list[str]:
-    """One word per flip: refused, same, crashed, WRONG or UNNAMED."""
+    """One word per flip: refused, same, crashed, WRONG or UNNAMED.
+
+    The HDF5 library may crash on a damaged file, which counts as noticed: another process reads them.
+    """
     results: dict[int, str] = {}
-    pairs = ",".join(f"{position}:{bit}" for position, bit in flips)
     while len(results) < len(flips):
-        command = [sys.executable, "-c", FLIPPER, str(path), str(len(results)), pairs]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-        lines = [line.split() for line in done.stdout.splitlines()]
-        results |= {int(number): word for number, word in lines if word != "begins"}
-        begun = [int(number) for number, word in lines if word == "begins"]
-        assert done.returncode <= 0 and begun, done.stderr
-        if done.returncode < 0:
+        status, lines = run_in_child(partial(read_flipped, path, flips, len(results)))
+        words = [line.split() for line in lines]
+        results |= {int(number): word for number, word in words if word != "begins"}
+        begun = [int(number) for number, word in words if word == "begins"]
+        assert begun and (status == 0 or os.WIFSIGNALED(status))
+        if status:
             results.setdefault(begun[-1], "crashed")
     return [results[number] for number in range(len(flips))]
 

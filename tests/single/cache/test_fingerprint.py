@@ -48,14 +48,6 @@ def test_a_file_from_other_software_or_another_processor_is_refused(name: str, t
         )
 
 
-def test_a_file_of_other_activations_is_not_looked_up_and_its_difference_is_told(tmp_path: Path) -> None:
-    path = write_file(tmp_path)
-    other = make_fingerprint(prefix="q" * 64)
-    assert open_store(tmp_path, make_keys(40), fingerprint=other).missing(make_keys(40)).all()
-    (line,) = refusals(tmp_path, other)
-    assert str(path) in line and "prefix" in line
-
-
 def test_only_files_of_the_same_split_and_cut_are_told_of_and_those_of_one_fingerprint_once(tmp_path: Path) -> None:
     for rank in range(3):
         write_file(tmp_path, first=40 * rank, shard=f"{rank}of3")

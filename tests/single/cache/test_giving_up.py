@@ -62,22 +62,6 @@ def test_a_cache_that_its_disk_does_not_give_back_is_given_up_and_training_goes_
     cached.close()
 
 
-def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
-    net = FrozenNet()
-    first = begun(net, tmp_path)
-    run_epoch(first, batches_of(NUM_SAMPLES))
-    first.close()
-    (path,) = tmp_path.glob("*.h5")
-    content = bytearray(path.read_bytes())
-    content[-500] ^= 1
-    path.write_bytes(content)
-    second = net.cached(tmp_path, on_failure="stop")
-    with pytest.raises(CacheFault, match=str(path)) as stopped:
-        net.begin(second, 2, OWNED_KEYS)
-    assert stopped.value.exit_code == 3
-    second.close()
-
-
 def fill_with_other_rows(net: FrozenNet, directory: Path, *, change: float, **changes: Any) -> Path:
     """Publish rows of a net whose weights were changed, under the fingerprint of `net`; give the weights back."""
     fingerprint, weight = net.fingerprint(2, **changes), net.blocks[0][0][0].weight
@@ -145,17 +129,6 @@ def test_every_file_that_comes_into_use_is_compared(tmp_path: Path) -> None:
     whole = net.cached(tmp_path)
     whole.begin_cut(2, fingerprint=make_fingerprint(), owned_keys=OWNED_KEYS)
     assert "2of3" in (whole.failed or ""), whole.failed
-
-
-def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: Path) -> None:
-    net = FrozenNet()
-    late = begun(net, tmp_path)
-    path = fill_with_other_rows(net, tmp_path, change=0.5)
-    check_epoch(late, net, batches_of(NUM_SAMPLES))
-    assert late.counters.rows_read == 0 and late.failed is None
-    check_epoch(late, net, batches_of(NUM_SAMPLES, epoch=1))
-    assert f"{path} refused: its fingerprint matches, but" in (late.failed or "")
-    late.close()
 
 
 @pytest.mark.parametrize("on_failure", ["recompute", "stop"])

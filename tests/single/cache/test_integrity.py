@@ -4,8 +4,7 @@ import dataclasses
 import gc
 import os
 import resource
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,21 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.format import NAMES, PAYLOAD
 from hvfreeze.cache.file.hdf5 import find_regions, make_frame
 from hvfreeze.cache.file.reader import ActivationFile, MappedRows
-from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, read, write_file
+from tests.single.cache.material import (
+    fill,
+    make_fingerprint,
+    make_keys,
+    make_rows,
+    open_store,
+    read,
+    run_in_child,
+    write_file,
+)
 
-ROOT = Path(__file__).parents[3]
 WIDE = (1 << 17,)  # half a MiB: two rows are a range
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.001, 0.05, 0.5, 0.95, 0.9999])
+@pytest.mark.parametrize("kept", [0.0, 0.05, 0.5, 0.9999])
 def test_a_truncated_file_is_refused_at_any_length(kept: float, tmp_path: Path) -> None:
     path = write_file(tmp_path, num_rows=6, shape=(1 << 12,))
     os.truncate(path, int(path.stat().st_size * kept))
@@ -55,34 +62,7 @@ def test_equal_ranges_have_different_digests_at_another_place_and_under_another_
     assert len(digests) == len(set(digests)) == 8
 
 
-def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    store = open_store(tmp_path, keys)
-    fill(store, keys[:16], rows[:16])
-    store.close()
-    file = ActivationFile(store.path)
-    assert sorted(file.keys) == keys[:16].tolist() and file.manifest.capacity == 40
-    assert read(open_store(tmp_path, keys), keys[16:32]) is None
-
-
-def test_a_damaged_row_reaches_no_reader_of_a_store(tmp_path: Path) -> None:
-    path = write_file(tmp_path)
-    start, row_bytes = payload_of(path)
-    overwrite(path, start + 39 * row_bytes, b"\1")
-    store = open_store(tmp_path, make_keys(40))
-    with pytest.raises(CacheFault, match=rf"{path}.*damaged"):
-        read(store, make_keys(2))
-
-
-def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
-    path = write_file(tmp_path)
-    store = open_store(tmp_path, make_keys(40))
-    path.unlink()
-    found = read(store, make_keys(16))
-    assert found is not None and torch.equal(found, make_rows(40)[:16])
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.99])
 def test_a_file_truncated_while_it_is_open_is_noticed(kept: float, tmp_path: Path) -> None:
     path = write_file(tmp_path, num_rows=40, shape=(1 << 12,))
     store = open_store(tmp_path, make_keys(40))
@@ -115,19 +95,6 @@ def test_a_file_truncated_while_it_is_being_made_is_noticed(tmp_path: Path) -> N
 
 
 def test_a_huge_sparse_file_is_refused_without_the_memory_that_it_asks_for(tmp_path: Path) -> None:
-    script = """
-import resource, sys
-from pathlib import Path
-from hvfreeze.cache.faults import CacheFault
-from hvfreeze.cache.file.reader import ActivationFile
-size = int(open("/proc/self/statm").read().split()[0]) * 4096
-resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    ActivationFile(Path(sys.argv[1])).verify()
-except CacheFault as fault:
-    print("refused", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
     small = ActivationFile(write_file(tmp_path, num_rows=4, shape=(1 << 12,))).manifest
     huge = dataclasses.replace(small, capacity=1 << 24, rows=1 << 24)
     frame = make_frame(huge.datasets(), huge.attributes())
@@ -140,13 +107,17 @@ except CacheFault as fault:
         file.write(huge.to_json().ljust(frame.regions["manifest"].nbytes))
         file.truncate(frame.size)
     assert frame.size > 1 << 37
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    verdict, grown = done.stdout.split()
-    assert verdict == "refused" and int(grown) < 96 << 10
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+    def refused() -> Iterator[int]:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), size + (64 << 20)))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(CacheFault):
+            ActivationFile(path).verify()
+        yield resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    status, lines = run_in_child(refused)
+    assert status == 0 and int(lines[0]) < 96 << 10
 
 
 def test_a_refused_file_is_closed_once(tmp_path: Path) -> None:

@@ -64,16 +64,6 @@ def test_thawing_drops_deeper_rows_and_goes_back_to_shallower_ones(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_path: Path) -> None:
-    net = FrozenNet()
-    cached = begun(net, tmp_path, 3)
-    check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    net.begin(cached, 2, OWNED_KEYS)
-    check_epoch(cached, net, batches_of(NUM_SAMPLES))
-    cached.close()
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_old_rows_of_a_prefix_that_has_changed_are_not_used(tmp_path: Path) -> None:
     net = FrozenNet()
     cached = begun(net, tmp_path, 1, prefix_digest=net.digest)
@@ -134,8 +124,7 @@ def test_rows_rounded_at_another_cut_are_not_a_source(tmp_path: Path) -> None:
     cached.close()
 
 
-@pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("given_up", [True, False])
+@pytest.mark.parametrize(("reads", "given_up"), [(True, True), (True, False), (False, False)])
 def test_a_run_that_has_read_inexact_rows_stays_inexact_when_they_are_gone(
     tmp_path: Path, reads: bool, given_up: bool
 ) -> None:

@@ -97,16 +97,3 @@ def test_rows_that_another_job_is_building_are_computed_and_read_from_the_next_e
     assert other.counters.forwards == forwards and other.counters.rows_read == NUM_SAMPLES
     other.close()
     builder.close()
-
-
-def test_a_file_of_an_earlier_run_is_a_hit_and_outlives_the_cut(tmp_path: Path) -> None:
-    net = FrozenNet()
-    earlier = begun(net, tmp_path, 1, owner="earlier")
-    earlier.sweep(everything=True)
-    earlier.close()
-    later = begun(net, tmp_path, 1, owner="later")
-    assert not later.missing(*OWNED_KEYS).any()
-    net.begin(later, 2, OWNED_KEYS)
-    check_epoch(later, net, batches_of(NUM_SAMPLES))
-    later.close()
-    assert len(list(tmp_path.glob("*.h5"))) == 2

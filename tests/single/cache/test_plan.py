@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from hvfreeze.cache.planning import (
     measure_directory,
     seconds_saved,
 )
-from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, slow_down
+from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
 
 # 100 steps an epoch of 70 ms each; 16 KiB a row.
 USUAL: dict[str, Any] = {
@@ -48,25 +47,10 @@ def situation(**changes: Any) -> CostMeasurement:
 DECISIONS: dict[str, tuple[dict[str, Any], bool, str]] = {
     "usual": ({}, True, "saves"),
     "last epoch": ({"epochs_left": 1.0}, False, "no row will be read again in the remaining 1.0 epochs"),
-    "no epoch left": ({"epochs_left": 0.0}, False, "no row will be read again"),
-    "two epochs": ({"epochs_left": 2.0}, True, "saves"),
     "tiny budget": ({"left_bytes": 10 << 20}, False, "--cache-limit leaves"),
-    "budget that just fits": ({"left_bytes": 12800 << 14}, True, "saves"),
     "full disk": ({"free_bytes": 1 << 20}, False, "free"),
-    "cut about to move, and no time after": (
-        {"epochs_until_move": 2.0, "views": 4, "epochs_left": 4.0},
-        False,
-        "none of 4 views will be read again in the remaining 4.0 epochs",
-    ),
-    "cut about to move": ({"epochs_until_move": 1.0}, True, "saves"),
     "cut that moves before all views were seen": ({"epochs_until_move": 1.5, "views": 4}, True, "saves"),
-    "cut that moves within the last epoch": (
-        {"epochs_until_move": 0.9, "epochs_left": 1.0},
-        False,
-        "no row will be read again",
-    ),
     "slow disk, cut about to move": ({"epochs_until_move": 1.0, "rates": SLOW}, False, "probably change"),
-    "cut that stays": ({"epochs_until_move": 4.0}, True, "saves"),
     "slow disk": ({"rates": SLOW}, False, "longer than computing"),
     "disk that writes while batches are computed": (
         {"rates": Rates(read=1e-9, write=4e-8), "epochs_left": 2.0},
@@ -75,11 +59,8 @@ DECISIONS: dict[str, tuple[dict[str, Any], bool, str]] = {
     ),
     "cheap prefix": ({"image_seconds": 0.0, "prefix_seconds": 1e-4}, False, "longer than computing"),
     "more views than epochs": ({"views": 9}, False, "none of 9 views will be read again"),
-    "views that come again": ({"views": 4}, True, "saves"),
     "cached by an earlier run": ({"present": (1.0,), "epochs_left": 1.0}, True, "saves"),
     "cached, and no room for more": ({"present": (1.0,), "left_bytes": 0}, True, "saves"),
-    "cached, and no room on the disk": ({"present": (1.0,), "free_bytes": 0}, True, "saves"),
-    "half of it cached in other files": ({"present": (0.5,), "left_bytes": 6400 << 14}, True, "saves"),
     "half of it cached in a file to be completed": (
         {"present": (0.5,), "rows_rewritten": 6400, "left_bytes": 12799 << 14},
         False,
@@ -101,7 +82,6 @@ def test_the_plan_decides_by_the_rule(name: str) -> None:
 SAVED: dict[str, tuple[dict[str, Any], bool, float]] = {
     # Per step: 7 epochs of 9 are read, 2 are written.
     "two views": ({"views": 2}, True, 7 * (0.07 - 0.02) - 2 * 0.01),
-    "a cut that moves": ({"views": 2, "epochs_until_move": 3.0}, True, (1 + 2) * (0.07 - 0.02) - 2 * 0.01),
     # Views 1 and 2 of 4 are there when the cut moves after two epochs, and come again in epochs 5 and 6 of 5.5.
     "a cut that moves, and an end": (
         {"views": 4, "epochs_until_move": 2.0, "epochs_left": 5.5},
@@ -113,16 +93,10 @@ SAVED: dict[str, tuple[dict[str, Any], bool, float]] = {
         True,
         8 * (0.07 - 0.02) + 0.5 * 0.04 - 0.01,
     ),
-    "rows of a shallower cut alone": ({"source_share": 0.5, "source_spares": 0.04}, False, 9 * 0.5 * 0.04),
     "rows computed beforehand": (
         {"views": 2, "all_at_once": True, "present": (0.5, 0.0)},
         True,
         9 * (0.07 - 0.02) - 1.5 * (0.07 + 0.01),
-    ),
-    "a view of an earlier run": (
-        {"views": 2, "present": (0.0, 1.0), "epochs_left": 1.5},
-        True,
-        0.5 * (0.07 - 0.02) - 0.01,
     ),
 }
 
@@ -135,7 +109,7 @@ def test_reading_saves_the_time_of_computing_and_storing_costs_time(name: str) -
     assert seconds_saved([rank], kept=kept) == pytest.approx(100 * expected)
 
 
-@pytest.mark.parametrize(("views", "move", "end"), [(1, 9, 4), (2, 9, 5), (1, 2, 4), (2, 3, 6), (3, 2, 5), (4, 3, 4)])
+@pytest.mark.parametrize(("views", "move", "end"), [(2, 9, 5), (1, 2, 4), (3, 2, 5)])
 def test_as_many_rows_are_read_as_is_forecast(views: int, move: int, end: int, tmp_path: Path) -> None:
     """At cut 1 while it stays, and from cut 1 after it has moved to 3."""
     net, ids = FrozenNet(), np.arange(4 * BATCH_ROWS)
@@ -184,11 +158,6 @@ def test_types_and_views_are_advised_and_not_chosen(changes: dict[str, Any]) -> 
     assert not [value for name, value in make_plan([situation()]).rows if name == "advice"]
 
 
-def test_a_fixed_cut_never_moves() -> None:
-    assert situation().epochs_until_move == math.inf
-    assert "inf" in make_plan([situation()]).table()
-
-
 @pytest.mark.parametrize(("rows", "padded", "steps"), [(256, False, 2), (257, False, 2), (257, True, 3), (90, True, 1)])
 def test_a_last_batch_that_is_padded_counts(rows: int, padded: bool, steps: int) -> None:
     assert situation(rows=rows, padded=padded).steps == steps
@@ -213,12 +182,6 @@ def test_a_directory_is_measured_with_few_bytes_and_left_as_it_was(
         rates = measure_directory(tmp_path, row_bytes=row_bytes, batch_rows=4, most_bytes=most_bytes, warm=warm)
         assert min(rates.read, rates.write) > 0 and list(tmp_path.iterdir()) == []
     assert sizes == [written, written]
-
-
-def test_a_slower_disk_is_measured_as_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, read_rate=1e7, write_rate=2e7)
-    rates = measure_directory(tmp_path, row_bytes=1 << 12, batch_rows=16, most_bytes=1 << 19, warm=True)
-    assert rates.read >= 1e-7 and rates.write >= 0.5e-7 > rates.write_cpu > 0
 
 
 def test_a_full_disk_is_assumed_slow_and_one_that_cannot_be_written_is_refused(

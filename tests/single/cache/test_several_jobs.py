@@ -7,31 +7,32 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hvfreeze.cache.faults import CacheFault
+from hvfreeze.cache.file.format import Keys
 from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
+from hvfreeze.cache.store import Store
 from hvfreeze.prefix.cache_decision import open_budget
 from hvfreeze.prefix.settings import CacheConfig
-from tests.parallel.mpirun import ROOT, environment
-from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, read, write_file
-
-LOCKER = """
-import sys
-from pathlib import Path
-from tests.single.cache.material import *
-keys = make_keys(40)
-store = open_store(Path(sys.argv[1]), keys, owner="the first job")
-fill(store, keys[:16], make_rows(40)[:16])
-print("building", flush=True)
-sys.stdin.readline()
-"""
+from tests.single.cache.material import (
+    BATCH_ROWS,
+    fill,
+    make_keys,
+    make_rows,
+    open_store,
+    read,
+    run_in_child,
+    write_file,
+)
 
 
 def test_two_jobs_do_not_build_the_same_file(tmp_path: Path) -> None:
@@ -48,19 +49,6 @@ def test_two_jobs_do_not_build_the_same_file(tmp_path: Path) -> None:
     store.refresh()
     found = read(store, keys[:BATCH_ROWS])
     assert store.complete and not store.waiting and found is not None and torch.equal(found, rows[:BATCH_ROWS])
-
-
-def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
-    fill(first, keys[:16], rows[:16])
-    assert fill(second, keys, rows) == 0
-    first.discard()
-    assert fill(second, keys, rows) == 0
-    second.refresh()
-    assert fill(second, keys, rows) == 40
-    second.close()
-    assert list(tmp_path.iterdir()) == [second.path]
 
 
 def test_a_job_that_locks_do_not_keep_out_makes_the_other_one_give_up_and_its_own_file_is_whole(
@@ -117,17 +105,28 @@ def test_rows_of_another_shape_published_meanwhile_are_refused_and_the_lock_let_
 def test_the_lock_of_a_process_keeps_others_out_until_it_is_killed_and_its_temporary_file_is_taken_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command = [sys.executable, "-c", LOCKER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None and first.stdout.readline() == "building\n"
-        store = open_store(tmp_path, make_keys(40))
-        assert fill(store, make_keys(40), make_rows(40)) == 0
+    keys, (reading, writing) = make_keys(40), os.pipe()
+    first = os.fork()
+    if first == 0:
+        try:
+            fill(open_store(tmp_path, keys, owner="the first job"), keys[:16], make_rows(40)[:16])
+            os.write(writing, b"building")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(reading, 8) == b"building"
+        store = open_store(tmp_path, keys)
+        assert fill(store, keys, make_rows(40)) == 0
         (warning,) = caplog.messages
         assert re.search(
-            rf'another process is writing cache file {store.path}: .*"pid": {first.pid}.*the first job', warning
+            rf'another process is writing cache file {store.path}: .*"pid": {first}.*the first job', warning
         )
-        first.kill()
-        first.wait(timeout=60)
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        os.close(reading)
+        os.close(writing)
     assert {path.suffix for path in tmp_path.iterdir()} == {".tmp", ".lock"}
     path = write_file(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
@@ -157,80 +156,51 @@ def test_what_killed_jobs_have_left_is_removed_and_counts_towards_no_limit(tmp_p
     ActivationFile(live.path).verify()
 
 
-# Forks a child for each system call that publication makes, and lets the child kill itself just before it.
-KILLER = """
-import os, signal, sys
-from pathlib import Path
-from tests.single.cache.material import *
-from hvfreeze.cache.file.reader import ActivationFile
+def complete(store: Store, keys: Keys, rows: Tensor, *, fatal: int) -> Iterator[str]:
+    """Fill and publish; the process kills itself just before system call number `fatal` of publication."""
+    calls = 0
 
-folder, keys, rows = Path(sys.argv[1]), make_keys(40), make_rows(40)
-partial = (folder / "partial.h5").read_bytes()
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
 
-def counted(real, fatal):
-    def call(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
+        return call
 
-def build(fatal, first):
     for name in ("open", "pwrite", "posix_fallocate", "fsync", "replace", "unlink", "close"):
-        setattr(os, name, counted(getattr(os, name), fatal))
-    store = open_store(directory, keys)
-    fill(store, keys[first:], rows[first:])
+        setattr(os, name, counted(getattr(os, name)))
+    fill(store, keys, rows)
     store.close()
-
-for first in (0, 16):
-    directory, calls = folder / str(first), 0
-    for fatal in range(1, 1000):
-        child = os.fork()
-        if child == 0:
-            build(fatal, first)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        path = open_store(directory, keys).path
-        state = "absent"
-        if path.exists():
-            file = ActivationFile(path)
-            file.verify()
-            state = f"{file.manifest.rows} rows"
-        print(first, os.WTERMSIG(status) if os.WIFSIGNALED(status) else "done", state, flush=True)
-        if not os.WIFSIGNALED(status):
-            break
-        for left in directory.iterdir():
-            if left != path or not first:
-                left.unlink()
-        if first and path.exists() and file.manifest.rows == 40:
-            path.write_bytes(partial)
-    print(first, len(list(directory.iterdir())))
-"""
+    yield from ()
 
 
 @pytest.mark.fault
-def test_a_process_killed_at_any_write_leaves_what_was_there_or_a_complete_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("present", [0, 16])
+def test_a_process_killed_at_any_write_leaves_what_was_there_or_a_complete_file(present: int, tmp_path: Path) -> None:
     """Where there was no file, and where one is completed."""
-    keys = make_keys(40)
-    (tmp_path / "0").mkdir()
-    store = open_store(tmp_path / "16", keys)
-    fill(store, keys[:16], make_rows(40)[:16])
-    store.close()
-    (tmp_path / "partial.h5").write_bytes(store.path.read_bytes())
-    script = tmp_path / "killer.py"
-    script.write_text(KILLER)
-    ended = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        cwd=ROOT,
-        env=environment({}, out=tmp_path, timeout=240),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    for first, before in (("0", "absent"), ("16", "16 rows")):
-        *lines, left = [line.split(" ", 1)[1] for line in ended.stdout.splitlines() if line.split()[0] == first]
-        assert left == "1" and lines[-1] == "done 40 rows" and len(lines) > 15
-        assert {line.removeprefix(f"{signal.SIGKILL.value} ") for line in lines[:-1]} == {before, "40 rows"}
+    keys, rows, found = make_keys(40), make_rows(40), list[int]()
+    store = open_store(tmp_path, keys)
+    if present:
+        fill(store, keys[:present], rows[:present])
+        store.close()
+    before = store.path.read_bytes() if present else b""
+    for fatal in range(1, 1000):
+        work = partial(complete, open_store(tmp_path, keys), keys[present:], rows[present:], fatal=fatal)
+        status, _ = run_in_child(work)
+        found.append(0)
+        if store.path.exists():
+            file = ActivationFile(store.path)
+            file.verify()
+            found[-1] = file.manifest.rows
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        for left in tmp_path.iterdir():
+            left.unlink()
+        if present:
+            store.path.write_bytes(before)
+    assert list(tmp_path.iterdir()) == [store.path]
+    assert found[-1] == 40 and len(found) > 15 and set(found[:-1]) == {present, 40}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import pytest
 import torch
 
 from hvfreeze.cache.file.reader import ActivationFile
@@ -22,27 +21,6 @@ from tests.single.cache.material import (
     read,
     write_file,
 )
-
-
-def test_a_read_with_a_missing_row_gives_nothing_and_unknown_keys_are_missing(tmp_path: Path) -> None:
-    keys = make_keys(40)
-    store = open_store(tmp_path, keys)
-    fill(store, keys[:20], make_rows(40)[:20])
-    assert read(store, keys[19:21]) is None
-    assert read(store, keys[:20]) is not None
-    assert store.missing(make_keys(3, first=1000)).all()
-    assert store.missing(keys).tolist() == [False] * 20 + [True] * 20
-    store.close()
-
-
-def test_keys_outside_of_the_universe_and_repeated_keys_are_not_stored(tmp_path: Path) -> None:
-    keys = make_keys(10)
-    store = open_store(tmp_path, keys)
-    asked = np.concatenate([keys[:4], keys[:4], make_keys(4, first=50)])
-    assert store.append(asked, make_rows(BATCH_ROWS)) == 4
-    assert store.append(asked, make_rows(BATCH_ROWS)) == 0
-    store.close()
-    assert ActivationFile(store.path).manifest.rows == 4
 
 
 def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generation(tmp_path: Path) -> None:
@@ -69,39 +47,6 @@ def test_a_partial_file_is_used_for_what_it_holds_and_completed_by_a_new_generat
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name]
 
 
-def test_rows_can_be_added_after_a_partial_publication(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    store = open_store(tmp_path, keys)
-    fill(store, keys[:16], rows[:16])
-    store.publish()
-    assert ActivationFile(store.path).manifest.rows == 16
-    fill(store, keys, rows)
-    store.close()
-    file = ActivationFile(store.path)
-    file.verify()
-    assert file.manifest.rows == 40
-    assert torch.equal(file.read(torch.from_numpy(np.argsort(file.keys))), rows)
-
-
-def test_a_complete_file_is_published_without_being_asked(tmp_path: Path) -> None:
-    keys = make_keys(32)
-    store = open_store(tmp_path, keys)
-    fill(store, keys, make_rows(32))
-    assert store.complete
-    store.publish()
-    inode = os.stat(store.path).st_ino
-    store.close()
-    assert os.stat(store.path).st_ino == inode
-
-
-def test_a_file_that_goes_while_the_directory_is_searched_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "activations-0123456789abcdef-1of2.h5"
-    monkeypatch.setattr("hvfreeze.cache.store.files_of", lambda directory, fingerprint: [gone])
-    assert not open_store(tmp_path, make_keys(4)).complete
-
-
 def test_a_rank_reads_the_rows_of_others_only_when_sharing(tmp_path: Path) -> None:
     keys, rows = make_keys(40), make_rows(40)
     mine = [open_store(tmp_path, keys[rank::2], shard=f"{rank}of2", shared=True) for rank in range(2)]
@@ -115,19 +60,6 @@ def test_a_rank_reads_the_rows_of_others_only_when_sharing(tmp_path: Path) -> No
         store.close()
     alone = open_store(tmp_path, keys[0::2], shard="0of2")
     assert alone.complete and alone.missing(keys[1::2]).all()
-
-
-def test_a_partial_file_of_other_batch_rows_stays_inexact_when_it_is_completed(tmp_path: Path) -> None:
-    keys, rows = make_keys(40), make_rows(40)
-    first = open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2))
-    fill(first, keys[:16], rows[:16])
-    first.close()
-    second = open_store(tmp_path, keys)
-    fill(second, keys, rows)
-    assert not second.exact
-    second.close()
-    assert not open_store(tmp_path, keys).exact
-    assert not open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2)).exact
 
 
 def test_rows_computed_from_inexact_rows_make_the_file_inexact(tmp_path: Path) -> None:

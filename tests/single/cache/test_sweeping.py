@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvfreeze.cache.activations import PrefixActivations, Shares
-from tests.single.cache.epochs import begun, check_outputs
+from tests.single.cache.epochs import check_outputs
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of
 
 NUM_SAMPLES = 4 * BATCH_ROWS
@@ -64,15 +64,6 @@ def test_a_cut_whose_rows_are_not_kept_starts_at_older_rows_and_completes_them(t
     assert check(cached, net, 4) == [(1, 3)] * 4
     net.begin(cached, 4, OWNED_KEYS)
     assert check(cached, net, 6) == [(1, 4)] * 4
-    cached.close()
-
-
-def test_rows_without_a_file_to_go_to_are_not_computed_ahead(tmp_path: Path) -> None:
-    net = FrozenNet()
-    half_filled(net, tmp_path).close()
-    cached = begun(net, tmp_path, 1)
-    cached.begin_cut(3, store=False)
-    assert check(cached, net, 2) == [(0, 3)] * 4
     cached.close()
 
 

@@ -36,12 +36,8 @@ class Made(HorovodWorld):
     ("hosts", "threads", "of_job", "last", "cycle", "anew"),
     [
         ("ab", 2, "", None, "", LONGER),
-        ("ab", 3, "", None, "", LONGER),
         ("ab", 1, "", None, "", []),  # two cores are left
         ("ab", 1, "2", None, "", LONGER),  # of a job that may use but two
-        ("ab", 1, "3", None, "", []),
-        ("ab", 2, "64", None, "", LONGER),  # more than there are
-        ("ab", 2, "some", None, "", LONGER),
         ("a", 2, "", None, "", []),  # one node
         ("ab", 1, "", True, "", LONGER),  # one node that is full decides for all
         ("ab", 2, "", False, "", LONGER),

@@ -130,15 +130,6 @@ def test_a_guard_is_in_its_ranks_group_and_not_ended_by_what_asks_ranks_to_leave
     wait_until(lambda: not command_of(guard), what="the guard's end")
 
 
-def test_a_guard_ends_with_its_rank_also_where_others_hold_the_pipe(guarded: subprocess.Popen[str]) -> None:
-    guard = guard_of(guarded.pid)
-    held = os.open(f"/proc/{guard}/fd/0", os.O_WRONLY)
-    guarded.kill()
-    guarded.wait()
-    wait_until(lambda: not command_of(guard), what="the guard's end")
-    os.close(held)
-
-
 def test_a_process_is_stopped_until_it_is_let_go_on() -> None:
     found = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
@@ -176,9 +167,3 @@ def test_a_rank_that_can_start_no_process_ends_without_a_guard(monkeypatch: pyte
 
     monkeypatch.setattr(os, "posix_spawn", refuse)
     end_guard.guard_end(RANK, LIMIT)
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_no_limit_is_no_guard(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_spawn", lambda *_, **__: pytest.fail("a guard was started"))
-    end_guard.guard_end(RANK, limit)

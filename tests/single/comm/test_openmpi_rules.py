@@ -41,7 +41,7 @@ def algorithm(ranks: int, size: int) -> int:
     return by_size[max(start for start in by_size if start <= size)]
 
 
-@pytest.mark.parametrize("ranks", range(2, 70))
+@pytest.mark.parametrize("ranks", [2, 3, 63, 64])
 def test_the_ring_is_taken_for_long_messages_of_three_to_63_ranks(ranks: int) -> None:
     assert algorithm(ranks, LARGE) == (RING if 3 <= ranks < 64 else 0)
     assert algorithm(ranks, SMALL) == 0

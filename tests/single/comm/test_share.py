@@ -30,7 +30,6 @@ ALL = {0, 1, 2, 3}
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        ([("a", {0}, ALL), ("a", {1}, ALL)], ["a: mpirun bound its ranks to 2 of 4 cores"]),
         ([("a", {0}, ALL), ("a", {1}, ALL), ("b", ALL, ALL)], ["a: mpirun bound its ranks to 2 of 4 cores"]),
         ([("a", {core}, ALL) for core in ALL], []),
         ([("a", {0, 1}, set()), ("a", {0, 1}, set())], []),

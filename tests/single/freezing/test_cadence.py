@@ -54,10 +54,6 @@ def test_a_cut_that_stays_is_expected_to_stay_longer_and_longer() -> None:
     assert quiet == sorted(quiet) and quiet[0] < 1.5 < 4 < quiet[-1], quiet
 
 
-def test_nothing_is_known_before_the_first_vote() -> None:
-    assert votes_until_move(CADENCE, [START], step=0) == 2
-
-
 @pytest.mark.parametrize("name", ["gradient-norm", "linear"])
 def test_the_deepest_cut_does_not_move(name: str) -> None:
     proposer = Proposer(name, 5, 9)

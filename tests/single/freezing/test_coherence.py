@@ -15,7 +15,7 @@ from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.freezing import coherence as module
 from hvfreeze.freezing.cadence import Cadence
-from hvfreeze.freezing.coherence import Coherence, Estimate, gap, piece, rate_of, share_gained
+from hvfreeze.freezing.coherence import Coherence, piece
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.traced import in_blocks
@@ -89,21 +89,6 @@ def test_pieces_are_equal_places_of_tensors_that_lie_differently_and_cover_all(m
     assert [times for _, times in parts] == [4.5] * 4
     assert all(torch.equal(part, piece(other, turn, like=weight)[0]) for turn, (part, _) in enumerate(parts))
     assert len({float(value) for part, _ in parts for value in part}) == 32, "one piece in each turn"
-
-
-def test_blocks_are_compared_by_the_steps_that_their_optimizer_makes() -> None:
-    weight = nn.Parameter(torch.zeros(4))
-    group: dict[str, Any] = {"lr": 0.5}
-    assert rate_of(torch.optim.SGD([weight], lr=1.0), group, elements=4, norm=9.0) == 0.5
-    assert rate_of(torch.optim.Adam([weight]), group, elements=4, norm=10.0) == pytest.approx(0.1)
-
-
-def test_estimates_and_gaps() -> None:
-    assert Estimate.of([1.0, 3.0]) == Estimate(2.0, 1.0) and Estimate.of([5.0]).error == math.inf
-    assert [gap(interval) for interval in (1, 20, 64, 10**4)] == [2, 2, 4, 16]
-    assert share_gained((), ()) == (-math.inf, math.inf)
-    low, high = share_gained(((1.0, 3.0), (1.0, 3.0)), (0,))
-    assert low == high == 0.25
 
 
 def test_evidence_is_of_some_intervals_and_forgotten_at_another_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,11 +216,3 @@ def test_a_sample_that_is_of_no_use_on_one_rank_is_used_on_none() -> None:
     seen.join = lambda mine: [ours + other for ours, other in zip(mine, theirs, strict=True)]
     seen.end_interval()
     assert seen.complete == [((1.5,) * count, (3.5,) * count)]
-
-
-def test_one_sample_makes_no_look() -> None:
-    model = two_blocks()
-    freezer, seen = opened(model, interval=100)
-    freezer.freeze(1)
-    freezer.probe(iter([model(torch.randn(1, 3)).pow(2).mean()]))
-    assert seen.probes == [()]

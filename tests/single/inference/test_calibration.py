@@ -6,12 +6,6 @@ import pytest
 from hvfreeze.inference.calibration import BINS, Calibration, plot_calibration
 
 
-def test_a_model_that_is_as_sure_as_it_is_right_has_no_error() -> None:
-    sure, right = np.repeat([0.6, 0.9], 10), np.array([1] * 6 + [0] * 4 + [1] * 9 + [0], dtype=bool)
-    found = Calibration.of(sure, right)
-    assert found.error == pytest.approx(0) and found.mean_confidence == pytest.approx(0.75)
-
-
 def test_the_error_is_the_mean_difference_over_samples_whichever_way_it_goes() -> None:
     sure, right = (
         np.array([0.95] * 6 + [0.35] * 2 + [1.0, 1 / BINS]),

@@ -20,8 +20,10 @@ from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.views import parse_augment, transform_for
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference.card import read_card, write_card
+from hvfreeze.inference.evaluate import measure, own_samples
+from hvfreeze.inference.exits import Answering
 from tests.program import call
-from tests.single.inference.conftest import CLASSES, Finished, train
+from tests.single.inference.conftest import CLASSES, Finished
 
 
 def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -63,22 +65,12 @@ def test_a_card_of_large_images_and_many_classes_comes_back(finished: Finished, 
     card, path = hvfreeze.load_model(finished.run).card, tmp_path / "model.yaml"
     assert card.image is not None
     # The name of one class is as long as those of many.
-    large = replace(card, classes=("a" * 2**20, "b"), image=replace(card.image, height=30_000, width=5_000))
+    large = replace(card, classes=("a" * 2**17, "b"), image=replace(card.image, height=30_000, width=5_000))
     write_card(path, large)
-    assert read_card(path) == large and path.stat().st_size > 2**20
+    assert read_card(path) == large and path.stat().st_size > 2**17
     path.write_bytes(b"a" * (2**24 + 1))
     with pytest.raises(RefusedError, match=r"model.yaml is damaged: it is longer than 16777216 bytes"):
         read_card(path)
-
-
-def test_the_card_names_the_weights_that_training_started_from(finished: Finished, tmp_path: Path) -> None:
-    weights = finished.run / "model.pt"
-    flags = "--image-size 36 --batch-size 16 --epochs 1 --lr 0.001 --validation-fraction 0.2 --precision bfloat16"
-    train(finished.images, tmp_path / "run", f"{flags} --weights {weights}")
-    applied = hvfreeze.load_model(tmp_path / "run")
-    assert applied.card.weights == str(weights) and applied.card.precision == "bfloat16"
-    assert applied.card.weights_sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert applied.card.accuracy_on == "held-out" and applied.card.image.enlarged_to is None
 
 
 def test_the_transform_gives_the_pixels_of_the_evaluation(finished: Finished) -> None:
@@ -131,17 +123,12 @@ CARDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda card: card.update(card=2), "format 2, and this version of hvfreeze reads 1"),
     "another head": (lambda card: card.update(head="multi-level:2"), r"does not fit model.pt: body.conv1.0.weight"),
     "no classes": (lambda card: card.pop("classes"), "it lacks classes"),
-    "a class twice": (lambda card: card.update(classes=["red", "red"]), r"classes .* must be a list of different"),
-    "a class more": (lambda card: card["classes"].append("white"), "does not fit model.pt: fc.weight"),
     "another model": (lambda card: card.update(model="resnet18"), "does not fit model.pt: conv1.weight"),
     "no such model": (lambda card: card.update(model="os.system"), "os.system"),
-    "no size": (lambda card: card["image"].update(height="36"), r"image.height \(36\) must be a whole number"),
     "a huge size": (lambda card: card["image"].update(enlarged_to=10**6), r"image.enlarged_to \(1000000\)"),
-    "a huge area": (lambda card: card["image"].update(height=2**16, width=2**16), r"image.height x image.width \("),
     "a crop that is larger": (lambda card: card["image"].update(cropped_to=37), r"image.cropped_to \(37\) must fit"),
     "a zero deviation": (lambda card: card["image"].update(std=[0, 1, 1]), "image.std .* must be three positive"),
     "no number": (lambda card: card["image"].update(mean=[0, 1, float("nan")]), "image.mean .* three numbers"),
-    "no image": (lambda card: card.update(image=3), r"image \(3\) must have"),
     "another file": (lambda card: card.update(sha256="0" * 64), "does not match model.yaml"),
 }
 
@@ -208,15 +195,12 @@ def test_weights_that_are_not_the_models_are_refused_although_the_card_was_told(
 
 
 @pytest.mark.parametrize("head", ["last", "multi-level"])
-def test_a_run_whose_head_was_solved_is_applied_like_any_other(finished: Finished, tmp_path: Path, head: str) -> None:
-    run, weights = tmp_path / "run", finished.run / "model.pt"
-    flags = f"--image-size 36 --augment none --head {head} --head-fit exact --weights {weights}"
-    flags += " --pool 2" if head == "multi-level" else ""
-    train(finished.images, run, flags)
-    applied = hvfreeze.load_model(run)
-    assert applied.card.head == ("last" if head == "last" else "multi-level:2")
-    told = call("evaluate", str(run), "--out", str(tmp_path / "out"))
-    assert told.returncode == 0 and "as the run reported" in told.stdout, str(told)
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert found["loss"] == pytest.approx(last["test_loss"], rel=1e-12)
+def test_a_run_whose_head_was_solved_is_applied_like_any_other(tmp_path: Path, head: str) -> None:
+    flags = "--model resnet20 --image-size 8 --train-samples 80 --validation-fraction 0.2 --threads 1 --augment none"
+    trained = call("train", *flags.split(), "--head", head, "--head-fit", "exact", "--run-dir", str(tmp_path))
+    assert trained.returncode == 0, str(trained)
+    applied = hvfreeze.load_model(tmp_path)
+    assert applied.card.head.startswith(head)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    found = measure(Answering(applied), own_samples(applied, tmp_path))
+    assert found.loss == pytest.approx(last["test_loss"], rel=1e-12) and found.accuracy == last["test_accuracy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_model_of_ones_own_may_say_it_itself() -> None:
     )
 
 
-def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
+def test_every_run_says_how_images_are_normalised_and_its_card_from_which_weights_it_started(tmp_path: Path) -> None:
     flags = "--model mlp-16x16 --train-samples 60 --batch-size 8 --epochs 1 --threads 1"
     outcome = call("train", *flags.split(), "--run-dir", str(tmp_path / "first"))
     assert (
@@ -95,9 +96,13 @@ def test_every_run_says_how_images_are_normalised(tmp_path: Path) -> None:
         in (tmp_path / "first" / "log.txt").read_text()
     )
     weights = tmp_path / "first" / "model.pt"
-    outcome = call("train", *flags.split(), "--weights", str(weights), "--run-dir", str(tmp_path / "second"))
+    more = ("--weights", str(weights), "--validation-fraction", "0.2", "--precision", "bfloat16")
+    outcome = call("train", *flags.split(), *more, "--run-dir", str(tmp_path / "second"))
     log = (tmp_path / "second" / "log.txt").read_text()
     assert f"those of the run that made {weights}" in log and "normalised" not in outcome.stdout
+    card = read_card(tmp_path / "second" / "model.yaml")
+    assert (card.weights, card.precision, card.accuracy_on) == (str(weights), "bfloat16", "held-out")
+    assert card.weights_sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
 def test_a_run_looks_once_for_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

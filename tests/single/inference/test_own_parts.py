@@ -39,7 +39,7 @@ def spots(split):
     return Spots(40 if split == "train" else 12, split == "train")
 
 def transformer(num_classes, image_size):
-    return torchvision.models.VisionTransformer(image_size=image_size, patch_size=4, num_layers=4, num_heads=2,
+    return torchvision.models.VisionTransformer(image_size=image_size, patch_size=4, num_layers=2, num_heads=2,
                                                 hidden_dim=16, mlp_dim=32, num_classes=num_classes)
 
 def five():
@@ -59,7 +59,7 @@ class Views(nn.Module):
         return self.fc2(self.fc1(x.view(-1, 8 * 2 * 2)).relu())
 """
 FLAGS = ("--model", "spotted:transformer", "--data", "spotted:spots", "--batch-size", "8", "--threads", "1", "--quiet")
-FROZEN = ("--freeze", "linear", "--freeze-warmup", "0", "--interval", "5", "--epochs", "4", "--augment", "none")
+FROZEN = ("--freeze", "linear", "--freeze-warmup", "0", "--interval", "3", "--epochs", "3", "--augment", "none")
 
 
 @pytest.fixture
@@ -104,15 +104,6 @@ def test_a_network_that_views_its_maps_trains_is_cached_resumed_and_applied(code
     assert "Views): images and weights are contiguous" in (tmp_path / "on" / "log.txt").read_text()
     outcome = call("evaluate", str(tmp_path / "on"), "--trust-code")
     assert "as the run reported" in outcome.stdout, str(outcome)
-
-
-def test_who_stays_at_an_exit_of_such_a_network_goes_on(code: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS[2:], "--model", "spotted:Views", "--strategy", "local-critics", "--parts", "2")
-    flags += ("--cut-by", "given", "--cut-at", "1")
-    outcome = call("train", *flags, "--epochs", "1", "--run-dir", str(tmp_path))
-    assert outcome.returncode == 0, str(outcome)
-    outcome = call("evaluate", str(tmp_path), "--trust-code", "--exit-confidence", "1")
-    assert outcome.returncode == 0, str(outcome)
 
 
 def test_broken_samples_of_ones_own_are_left_out_where_that_is_asked_for(code: Path, tmp_path: Path) -> None:
@@ -167,8 +158,8 @@ def test_blocks_shows_each_cut_of_a_model_without_a_run(code: Path, tmp_path: Pa
     outcome = call("blocks", "spotted:transformer", "--image-size", "8", "--classes", "3", "--batch-size", "2")
     assert outcome.returncode == 0, str(outcome)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in outcome.stdout.splitlines() if line[0] == "|"]
-    assert [row[0] for row in rows[2:]] == ["0", "1", "2", "3", "4", "5"] and rows[3][1] == "stem"
-    assert int(rows[7][2].replace(",", "")) < 10**5 and rows[2][4] == "0.8 kB"
+    assert [row[0] for row in rows[2:]] == ["0", "1", "2", "3"] and rows[3][1] == "stem"
+    assert int(rows[5][2].replace(",", "")) < 10**5 and rows[2][4] == "0.8 kB"
     assert call("blocks", "resnet99").returncode == 2 and call("blocks", "resnet18", "--classes", "0").returncode == 2
 
 
@@ -184,7 +175,6 @@ def test_blocks_refuses_a_batch_without_statistics() -> None:
     [
         ("--image-size 10000000", "--image-size (10000000) must be in 1..4096"),
         ("--batch-size 1000000000000000000", "--batch-size (1000000000000000000) must be in 1..2147483647"),
-        ("--batch-size 2000000000", "--batch-size (2000000000), --image-size (224) or --classes (1000) is too large"),
         ("--classes 2000000000", "--classes (2000000000) is too large for resnet18 in the memory of this machine"),
     ],
 )
@@ -197,19 +187,8 @@ def test_a_model_with_classes_that_no_label_has_is_evaluated_by_their_names(code
     numbered += "    data.targets, data.classes = {}, None\n    return data\n"
     run = tmp_path / "run"
     code.write_text(CODE + numbered.format([0, 1, 2] * 4))
-    flags = (
-        "--model",
-        "shufflenet_v2_x0_5",
-        "--data",
-        "spotted:numbered",
-        "--batch-size",
-        "4",
-        "--epochs",
-        "1",
-        "--threads",
-        "1",
-    )
-    outcome = call("train", *flags, "--run-dir", str(run))
+    flags = "--model mlp-8 --data spotted:numbered --batch-size 4 --epochs 1 --threads 1"
+    outcome = call("train", *flags.split(), "--run-dir", str(run))
     assert outcome.returncode == 0, str(outcome)
     # Of another size: Python takes a source of the same second and size for the one that it has compiled.
     code.write_text(CODE + numbered.format([1, 2] * 6) + "\n")

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import cut_into_blocks
-from hvfreeze.model.model_sources import model_names
-from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
-from hvfreeze.model.weights import head_layers
 from hvfreeze.torchvision_shim import torchvision
 
 BATCH = 4
 
 
-class ParametersWithoutMemory(TorchFunctionMode):
-    """Makes what modules create as parameters on the meta device, so that the largest models take no memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        creates = func in {torch.empty, torch.zeros, torch.ones}
-        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if creates else {})})
-
-
-FAMILIES = """
-alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5
-mobilenet_v2 mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet20 resnet50 resnext50_32x4d
-shufflenet_v2_x0_5 squeezenet1_0 squeezenet1_1 swin_t swin_v2_t vgg11 vgg11_bn vit_b_16 wide_resnet50_2
-""".split()
-
-
-def named(name: str) -> Any:
-    return pytest.param(name, marks=() if name in FAMILIES else pytest.mark.seldom)
-
-
-@pytest.mark.parametrize("name", [named(name) for name in model_names() if name != "mlp"])
-def test_every_parameter_buffer_and_layer_is_in_exactly_one_block(name: str) -> None:
-    extra = {"aux_logits": False, "init_weights": False} if name in {"googlenet", "inception_v3"} else {}
-    with ParametersWithoutMemory():
-        own = name in NARROW_RESNETS
-        model = (
-            narrow_resnet(name, num_classes=7) if own else torchvision.models.get_model(name, num_classes=7, **extra)
-        )
-    for scheme in ["stage", "residual"] + ["paper"] * (type(model).__name__ == "ResNet"):
-        chain = cut_into_blocks(model, scheme=scheme)
-        assert len({block.name for block in chain.blocks}) == len(chain.blocks) >= 5
-        assert [chain.blocks[0].name, chain.blocks[-1].name] == ["conv1" if scheme == "paper" else "stem", "head"]
-        assert all(block.parameter_names for block in chain.blocks)
-        assert model.get_parameter(f"{head_layers(model)[0]}.weight").shape[0] == 7
-        assert f"{head_layers(model)[0]}.weight" in chain.blocks[-1].parameter_names
-        assert sorted(n for n, _ in chain.named_parameters()) == sorted(n for n, _ in model.named_parameters())
-        assert sorted(n for n, _ in chain.named_buffers()) == sorted(n for n, _ in model.named_buffers())
-        assert all(parameter is model.get_parameter(n) for n, parameter in chain.named_parameters())
-        owned = Counter(id(module) for module in chain.modules())
-        assert max(owned.values()) == 1
-        assert [n for n, m in model.named_modules() if not list(m.children()) and id(m) not in owned] == []
-
-
+@cache
 def resnet18() -> nn.Module:
     model: nn.Module = torchvision.models.resnet18(num_classes=5)
     return model
@@ -74,21 +29,12 @@ def resnet18() -> nn.Module:
         ("residual", "stem layer1.0 layer1.1 layer2.0 layer2.1 layer3.0 layer3.1 layer4.0 layer4.1 head"),
         ("paper", "conv1 bn1 layer1 layer2 layer3 layer4 head"),
         ("layer2,layer3.1, fc", "conv1 layer2 layer3.1 fc"),
-        ("conv1,maxpool,layer1.0", "conv1 maxpool layer1.0"),
         ("layer4", "conv1 layer4"),
     ],
 )
 def test_resnet18_is_cut_into_these_blocks(scheme: str, names: str) -> None:
     chain = cut_into_blocks(resnet18(), scheme=scheme, example=torch.randn(2, 3, 32, 32))
     assert [block.name for block in chain.blocks] == names.split()
-
-
-def test_stage_blocks_run_torchvisions_own_stages() -> None:
-    model = resnet18()
-    stages = [model.get_submodule(f"layer{i}") for i in (1, 2, 3, 4)]
-    assert [block.steps for block in cut_into_blocks(model).blocks[1:5]] == [(stage,) for stage in stages]
-    assert all(stage in cut_into_blocks(model).modules(1, 5) for stage in stages)
-    assert not any(stage in cut_into_blocks(model, scheme="residual").modules() for stage in stages)
 
 
 def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_models_names() -> None:
@@ -110,7 +56,6 @@ def test_a_range_of_blocks_has_their_parameters_buffers_and_modules_under_the_mo
     [
         ("stages", "there is no module 'stages'; use stage, residual, paper, or names"),
         ("layer2,layer5", "there is no module 'layer5'"),
-        ("layer2,,layer3", "there is no module ''"),
         ("relu", "relu is inside bn1, which cannot be divided"),
         ("layer1.0.conv1", "layer1.0.conv1 is inside layer1.0, which cannot be divided"),
         ("layer2,layer1", "layer1 does not run after layer2"),
@@ -133,7 +78,7 @@ def test_auxiliary_heads_are_refused() -> None:
 
 
 def test_the_rescaling_of_inputs_is_part_of_the_first_block() -> None:
-    model = torchvision.models.GoogLeNet(aux_logits=False, transform_input=True, init_weights=False)
+    model: Any = torchvision.models.GoogLeNet(aux_logits=False, transform_input=True, init_weights=False)
     images = torch.randn(BATCH, 3, 32, 32)
     assert not torch.equal(model.conv1.eval()(images), model.conv1(model._transform_input(images)))
     assert torch.equal(
@@ -142,14 +87,14 @@ def test_the_rescaling_of_inputs_is_part_of_the_first_block() -> None:
 
 
 def test_dropout_belongs_to_the_block_of_the_layer_that_it_feeds() -> None:
-    with ParametersWithoutMemory():
+    with torch.device("meta"):
         model = torchvision.models.vgg11()
     chain = cut_into_blocks(model)
     for block in chain.blocks[-2:]:
         assert [type(step).__name__ for step in block.steps][:2] == ["Dropout", "Linear"]
 
 
-@pytest.mark.parametrize("bounds", [(-1, 2), (0, 7), (7, 7)])
+@pytest.mark.parametrize("bounds", [(-1, 2), (0, 7)])
 def test_a_cut_outside_the_chain_is_refused(bounds: tuple[int, int]) -> None:
     chain = cut_into_blocks(resnet18())
     with pytest.raises(UsageError, match=r"must be in 0\.\.6"):

@@ -122,23 +122,6 @@ def test_blocks_end_where_there_is_a_row_for_each_image(pass_: Callable[..., Any
             assert len(kept) == len(images) and torch.equal(chain.suffix(cut)(kept), chain.model(images))
 
 
-def test_a_child_that_asserts_what_it_is_given_is_no_obstacle() -> None:
-    class Vectors(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert isinstance(x, Tensor) and x.dim() == 2
-            return super().forward(x)
-
-    class Asserting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(3, 2, 8), Vectors(2, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.conv(x).flatten(1))  # type: ignore[no-any-return]
-
-    assert [block.name for block in cut_into_blocks(Asserting(), example=IMAGES).blocks] == ["conv", "fc"]
-
-
 def test_dropouts_rest_with_the_block_that_they_feed() -> None:
     chain = chain_of(tutorial)
     chain.model.train()
@@ -249,12 +232,3 @@ def test_a_module_in_two_places_is_in_one_block() -> None:
     assert [block.name for block in chain_of(called_again).blocks][:2] == ["conv1", "conv2"]
     with pytest.raises(UsageError, match="used by"):
         chain_of(lambda net, x: tutorial(net, x) + net.fc2(net.fc1(torch.zeros(1, 32))), "conv2,fc1,fc2")
-
-
-def test_more_inputs_than_images_are_refused() -> None:
-    class Two(Net):
-        def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-            return tutorial(self, x * mask)
-
-    with pytest.raises((UsageError, TypeError), match="mask"):
-        cut_into_blocks(Two(tutorial), example=IMAGES)

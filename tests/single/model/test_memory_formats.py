@@ -129,9 +129,3 @@ def test_a_view_that_channels_last_does_not_allow_has_contiguous_images_and_weig
         for cut in range(len(blocks.blocks)):
             assert torch.equal(blocks.suffix(cut)(blocks.prefix(cut)(images)), expected)
         blocks(images).sum().backward()
-
-
-def test_what_channels_last_allows_stays_in_it() -> None:
-    built = set_memory_formats(BuiltModel(resnet(), []), (3, 64, 64))
-    assert not built.contiguous and built.notes == [] and not built.model._forward_pre_hooks
-    assert len(built.in_blocks(scheme="stage").blocks[0].steps) == 4

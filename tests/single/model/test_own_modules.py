@@ -71,14 +71,6 @@ class Net(nn.Module):
         return (y, y) if self.how == "pair" else y.relu() if self.how == "more" else y
 
 
-@pytest.mark.parametrize("scheme", ["stage", "second", "first,second"])
-def test_a_module_of_ones_own_is_cut_at_its_children(scheme: str) -> None:
-    model, inputs = Net(), torch.randn(3, 4)
-    chain = cut_into_blocks(model, scheme=scheme, example=inputs)
-    assert [block.name for block in chain.blocks] == ["first", "second"]
-    assert torch.equal(chain.suffix(1)(chain.prefix(1)(inputs)), model(inputs))
-
-
 @pytest.mark.parametrize(("how", "names"), [("swapped", ["second"]), ("more", ["first", "second"])])
 def test_a_module_whose_children_are_not_its_forward_pass_is_cut_by_that(how: str, names: list[str]) -> None:
     torch.manual_seed(0)
@@ -86,38 +78,6 @@ def test_a_module_whose_children_are_not_its_forward_pass_is_cut_by_that(how: st
     chain = cut_into_blocks(model, scheme="second", example=inputs)
     assert [block.name for block in chain.blocks] == names
     assert torch.equal(chain(inputs), model(inputs))
-
-
-def test_a_module_that_gives_two_tensors_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"model \(Net\): its forward pass returns more than a tensor of logits"):
-        cut_into_blocks(Net("pair"), scheme="second", example=torch.randn(3, 4))
-
-
-def test_a_dropout_that_stands_elsewhere_than_it_was_defined_is_noticed() -> None:
-    class Dropping(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.second(self.dropout(self.first(x)))
-            return y
-
-    model, random = Dropping(), torch.get_rng_state()
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    chain = cut_into_blocks(model, example=inputs)
-    assert model.training and torch.equal(torch.get_rng_state(), random)
-    assert [model.dropout in block.modules for block in chain.blocks] == [False, True]
-    results = []
-    for run in (chain, model):
-        torch.manual_seed(0)
-        results.append(run(inputs))
-    assert torch.equal(*results)
-
-
-def test_a_module_of_ones_own_needs_an_example() -> None:
-    with pytest.raises(UsageError, match="inputs as example="):
-        cut_into_blocks(Net(), scheme="second")
 
 
 def test_a_subclass_of_a_torchvision_model_is_a_module_of_ones_own() -> None:
@@ -133,15 +93,6 @@ def test_a_subclass_of_a_torchvision_model_is_a_module_of_ones_own() -> None:
     chain = cut_into_blocks(model, scheme="layer2,fc", example=images)
     assert [block.name for block in chain.blocks] == ["conv1", "layer2", "fc"]
     assert torch.equal(chain(images), model(images))
-
-
-def test_the_comparison_leaves_modes_and_statistics_alone() -> None:
-    model = sequential().train()
-    model[1].eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    cut_into_blocks(model, example=torch.ones(2, 3, 8, 8))
-    assert [module.training for module in model] == [True, False, *[True] * 6]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
@@ -200,19 +151,6 @@ def test_a_parameter_shared_by_two_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match=r"first\.weight, also called second\.weight, is used by first and second"):
         cut_into_blocks(model, scheme="second", example=torch.randn(3, 4))
     assert len(cut_into_blocks(model, scheme="first", example=torch.randn(3, 4)).named_parameters()) == 3
-
-
-def test_names_that_are_none_are_told_of_a_module_that_cannot_be_read_off() -> None:
-    class Checking(Net):
-        def forward(self, x: Tensor) -> Any:
-            if x.shape[1] != 4:
-                raise ValueError
-            return super().forward(x)
-
-    assert len(cut_into_blocks(Checking(), scheme="second", example=torch.randn(3, 4)).blocks) == 2
-    for scheme, message in {"third": "there is no module 'third'", "second,first": "does not run after"}.items():
-        with pytest.raises(UsageError, match=message):
-            cut_into_blocks(Checking(), scheme=scheme, example=torch.randn(3, 4))
 
 
 class Counting(Net):

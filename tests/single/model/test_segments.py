@@ -26,10 +26,6 @@ def test_the_dearest_segment_is_as_cheap_as_can_be() -> None:
         assert max(sum(costs[a:b]) for a, b in segments) == best
 
 
-def test_there_are_no_more_segments_than_blocks() -> None:
-    assert cut_evenly([1.0, 1.0], parts=4) == ((0, 1), (1, 2))
-
-
 def test_given_cuts_are_taken_or_refused() -> None:
     assert cut_at([2, 3], depth=5, parts=3) == ((0, 2), (2, 3), (3, 5))
     for starts in ([3, 2], [0, 1], [1, 5], [2], [1, 2, 3]):
@@ -56,12 +52,6 @@ def test_a_boundary_is_put_together_as_it_was(memory_format: torch.memory_format
     assert sent.data_ptr() == x.data_ptr() and sent.is_contiguous() and sent.nbytes == boundary.num_bytes
     found = boundary.formed(sent.clone())
     assert torch.equal(found, x) and found.stride() == x.stride()
-
-
-def test_what_is_not_dense_travels_as_a_copy() -> None:
-    x = torch.randn(4, 6)[:, ::2]
-    boundary = TensorLayout.of(x)
-    assert torch.equal(boundary.formed(boundary.flat(x).clone()), x)
 
 
 def test_a_dry_run_says_what_crosses_and_what_blocks_cost() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.heads.multilevel import MultiLevelClassifier
@@ -33,8 +31,7 @@ SAVED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", SAVED)
-@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "mnasnet0_5"])
+@pytest.mark.parametrize(("name", "how"), [*zip(["shufflenet_v2_x0_5", "mnasnet0_5"], SAVED, strict=True)])
 def test_a_state_dict_loads_however_it_was_saved(name: str, how: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = state_of(build_model(name, num_classes=10, image_size=32).model)
@@ -79,18 +76,10 @@ def test_a_head_starts_afresh_where_there_is_none_or_none_is_wanted(kept: int, r
     assert "initialised" in note
 
 
-def test_half_a_head_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "weights.pt"
-    torch.save(without(state_of(squeezenet(10, seed=1)), "classifier.1.bias"), file)
-    with pytest.raises(RefusedError, match=r"missing: classifier\.1\.bias"):
-        build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_before_training(value: float, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_before_training(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     state = state_of(squeezenet(10))
-    state["features.3.squeeze.bias"][1] = value
+    state["features.3.squeeze.bias"][1] = float("inf")
     torch.save(state, file)
     with pytest.raises(RefusedError, match=r"hold NaN or Inf, as float32, in features\.3\.squeeze\.bias"):
         build_model("squeezenet1_1", num_classes=10, weights=str(file), image_size=32)
@@ -112,13 +101,12 @@ def test_weights_of_other_precisions_are_refused_only_where_float32_cannot_hold_
 @pytest.mark.parametrize(
     "change",
     [
-        lambda ones: ones.to(torch.float8_e4m3fn),
         lambda ones: ones.to(torch.float8_e5m2),
         lambda ones: ones.to_sparse(),
         lambda ones: ones.to("meta"),
         lambda ones: torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8),
     ],
-    ids=["float8_e4m3fn", "float8_e5m2", "sparse", "meta", "quantised"],
+    ids=["float8", "sparse", "meta", "quantised"],
 )
 def test_tensors_that_no_model_can_copy_are_refused_by_name(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
@@ -208,55 +196,6 @@ def test_a_layer_of_the_body_is_never_taken_for_the_head(written_out: bool) -> N
     assert_equal_states(state_of(model), donor)
 
 
-def normed(classes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), weight_norm(nn.Linear(5, classes)))
-
-
-def plain_layers(classes: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, classes))
-
-
-@pytest.mark.parametrize(
-    ("file", "model", "message"),
-    [
-        (normed(4).state_dict(), normed(4), "head 1 is kept, with 4 classes"),
-        (normed(6).state_dict(), normed(4), "the weights have 6 classes, the model 4"),
-        (normed(6).state_dict(), plain_layers(4), r"missing: 1\.weight; not part of the model: 1\.parametrizations"),
-        (
-            {**plain_layers(4).state_dict(), "1.bias": torch.zeros(())},
-            plain_layers(4),
-            r"another shape: 1\.bias \(\) instead of \(4,\)",
-        ),
-    ],
-    ids=["alike", "other classes", "a plain model", "a scalar"],
-)
-def test_a_head_without_a_weight_of_that_name_is_loaded_or_refused(
-    file: dict[str, Tensor], model: nn.Module, message: str
-) -> None:
-    try:
-        told = load_weights(model, file, source="file")[0]
-    except RefusedError as error:
-        told = str(error)
-    assert re.search(message, told)
-
-
-class Inside(nn.Module):
-    """All of its names begin with "model."."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(3, 2)
-
-
-@pytest.mark.parametrize("before", ["", "module.", "model.", "_orig_mod.module."])
-def test_a_name_that_wrappers_use_may_be_the_models_own(before: str, tmp_path: Path) -> None:
-    file, donor, model = tmp_path / "weights.pt", Inside().state_dict(), Inside()
-    torch.save({f"{before}{name}": tensor for name, tensor in donor.items()}, file)
-    load_weights(model, read_weights(str(file)), source="weights.pt")
-    assert_equal_states(state_of(model), donor)
-    assert before or list(read_weights(str(file))) == list(donor), "a finished run's model is read by its own names"
-
-
 def damaged(change: Callable[[dict[str, Any]], Any]) -> Any:
     return change(state_of(squeezenet()))
 
@@ -276,20 +215,16 @@ def only(state: dict[str, Any], *names: str) -> dict[str, Any]:
             lambda s: without(s, "features.0.bias"),
             r"do not fit SqueezeNet; choose the --model that they belong to \(missing: features\.0\.bias",
         ),
-        (lambda s: without(s, *list(s)[4:10]), r"missing: features\.3\.\S+, \S+, \S+ and 3 more"),
         (lambda s: {**s, "extra.weight": torch.zeros(1)}, r"not part of the model: extra\.weight"),
         (
             lambda s: {**s, "features.0.bias": torch.zeros(3)},
             r"of another shape: features\.0\.bias \(3,\) instead of \(64,\)",
         ),
-        (lambda s: {**s, "classifier.1.weight": torch.zeros(9, 3, 1, 1)}, r"another shape: classifier\.1\.weight"),
         (
             lambda s: torchvision.models.shufflenet_v2_x0_5().state_dict(),
             r"missing: features.*not part of the model: conv1",
         ),
         (lambda s: {}, "are not a state_dict"),
-        (lambda s: [1, 2], "are not a state_dict"),
-        (lambda s: torch.zeros(3), "are not a state_dict"),
         (lambda s: {"features.0.bias": 3}, "are not a state_dict"),
     ],
 )
@@ -310,7 +245,7 @@ class WantsToRun:
         return os.mkdir, (str(self.trace),)
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_a_pickle_that_wants_to_run_code_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
     file, trace = tmp_path / "weights.pt", tmp_path / "trace"
     file.write_bytes(pickle.dumps({"fc.weight": WantsToRun(trace)}, protocol=protocol))

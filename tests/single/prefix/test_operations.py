@@ -126,7 +126,7 @@ def test_where_a_block_ends_counts_although_no_tensor_tells() -> None:
     assert operations_digest(before, 1) != operations_digest(after, 1)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
 def test_freezing_and_training_do_not_change_it(name: str) -> None:
     chain = cut_into_blocks(models.get_model(name))
     cut = len(chain.blocks) - 1
@@ -141,6 +141,7 @@ def some_digests() -> str:
     return " ".join([operations_digest(squeezenet("stage"), 2), digest(adding(1.0), Apply(2), Scale(2.0), scaled)])
 
 
+@pytest.mark.seldom
 def test_another_process_finds_the_same() -> None:
     program = f"from {__name__} import some_digests; print(some_digests())"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

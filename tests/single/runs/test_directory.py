@@ -15,7 +15,6 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs import directory as module
 from hvfreeze.runs import files
 from hvfreeze.runs.directory import check_directory, directory_name, open_record
-from hvfreeze.runs.identity import absolute
 from tests.program import NOBODY, contents, without_privileges
 from tests.single.runs.starting import ENVIRONMENT, kept, settings, start
 
@@ -52,13 +51,6 @@ def test_a_run_keeps_what_it_is_privately_and_its_paths_absolute(
     assert (tmp_path / "runs" / "a" / "log.txt").read_text().endswith(" a line\n")
     assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "runs" / "a").iterdir()} == {0o600}
-
-
-def test_a_path_is_kept_as_the_one_that_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.chdir(tmp_path)
-    expected = {"weights": "/home/me/w.pt", "data_dir": str(tmp_path / "~" / "w.pt"), "model": "~/w.pt"}
-    assert absolute({"section": dict.fromkeys(expected, "~/w.pt")}) == {"section": expected}
 
 
 def test_lines_are_on_the_disk_before_a_checkpoint_counts_on_them(

@@ -132,15 +132,11 @@ def test_every_optimizer_has_its_own_defaults_and_one_that_is_given_counts() -> 
     [
         ({"optimizer": "adam"}, r"--optimizer \(adam\) must be one of sgd, adamw, lars"),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov"),
-        ({"nesterov": True, "momentum": 0}, "--nesterov"),
         ({"head_lr": "0.1,0.2"}, r"--head-lr \(0.1,0.2\) must be one number"),
-        ({"head_lr": "-1"}, "--head-lr"),
         ({"head_lr": "x"}, "--head-lr"),
-        ({"clip_grad": 0}, "--clip-grad"),
         ({"clip_grad": float("inf")}, "--clip-grad"),
         ({"label_smoothing": 1}, "--label-smoothing"),
         ({"mixup": -0.1}, "--mixup"),
-        ({"mixup": float("nan")}, "--mixup"),
         (
             {"mixup": 0.2, "head_fit": "exact", "augment": "none"},
             "--mixup needs --head-fit sgd",

@@ -62,7 +62,7 @@ def test_one_alone_is_not_tried() -> None:
     assert trial.over and trial.now == "a" and not trial.medians
 
 
-@pytest.mark.parametrize("rounds", range(9))
+@pytest.mark.parametrize("rounds", [0, 4, 8])
 def test_a_trial_goes_on_from_its_state(rounds: int) -> None:
     taken = {"a": 0.6, "b": 0.9, "c": 0.5}
     trial = CompressionTrial(list(taken))

@@ -68,11 +68,11 @@ def test_labels_and_numbers_and_class_weights() -> None:
     assert float(((model.eval()(inputs) > 0) == (inputs[:, :2] > 0)).float().mean()) > 0.85
     rare = (labels == 1) & (torch.arange(300) % 3 == 0)
     found = []
-    for weights in (None, "balanced", [1.0, 30.0]):
+    for weights in (None, [1.0, 30.0]):
         model = network(outputs=2)
         hvfreeze.fit_head(model, batches(inputs, rare.long()), class_weights=weights)
         found.append(float(model.eval()(inputs).argmax(1).float().sum()))
-    assert found[0] < found[1] < found[2], found
+    assert found[0] < found[1], found
 
 
 @torch.no_grad()

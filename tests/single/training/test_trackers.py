@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hvfreeze.config.tree import from_dict
+from hvfreeze.inference import run_figures
 from hvfreeze.runs import trackers
 from tests.program import call, digest_of, succeed, summary_of
 
@@ -70,7 +71,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
-def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..., None], tmp_path: Path) -> None:
+def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(
+    use: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(mlflow=Remembers)
     flags = (*FLAGS, "--track", "mlflow", "--schedule", "cosine", "--freeze", "linear", "--run-dir", str(tmp_path))
     made = succeed("train", *flags, "--epochs", "2", "--interval", "1")
@@ -94,6 +97,7 @@ def test_a_tracker_is_told_of_the_whole_run_and_goes_on_with_it(use: Callable[..
     summary = summary_of(tmp_path)
     assert one.summary["test_accuracy"] == summary["test_accuracy"]
     assert {"config.yaml", "metrics.jsonl", "decisions.jsonl", "accuracy.png", "phases.png", "cuts.png"} <= {*one.files}
+    monkeypatch.setattr(run_figures, "files_for_trackers", lambda directory: [])
     succeed("train", *flags, "--epochs", "3", "--interval", "1", "--resume")
     again = Remembers.made[1]
     assert again.identity == "mine" and again.step == 4
@@ -128,6 +132,7 @@ def test_a_tracker_that_fails_changes_nothing_of_the_run(
     kind: Any, why: str, plain: str, use: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(run_figures, "files_for_trackers", lambda directory: [])
     use(mlflow=kind, wandb=Remembers)
     flags = ["--track", "mlflow,wandb", "--run-dir", str(tmp_path), "--json"]
     tracked = succeed("train", *FLAGS, "--epochs", "1", *flags)

@@ -95,18 +95,6 @@ def test_real_cifar10_folders_give_known_images_under_byte_sorted_ids(tmp_path: 
     assert not images_of(splits.train) & images_of(splits.test)
 
 
-@pytest.mark.parametrize(
-    ("parts", "sizes"), [("train test", (2, 4)), ("train val", (2, 4)), ("train val test", (2, 6))]
-)
-def test_an_image_folder_tests_on_test_or_else_on_val(tmp_path: Path, parts: str, sizes: tuple[int, int]) -> None:
-    for num, part in enumerate(parts.split(), start=1):
-        write_images(tmp_path / part, num=num)
-    splits = open_data("imagefolder", tmp_path)
-    assert (len(splits.train), len(splits.test)) == sizes
-    assert splits.test.labels.tolist() == sorted(splits.test.labels.tolist())
-    assert splits.test.decode(sizes[1] - 1)[:, 0, 0].tolist() == [1, sizes[1] // 2 - 1, 8]
-
-
 def test_class_folders_only_hold_out_a_fixed_tenth_of_each_class_and_say_so(tmp_path: Path) -> None:
     write_images(tmp_path, num=30, classes="abc")
     splits = open_data("imagefolder", tmp_path)

@@ -15,7 +15,7 @@ from hvfreeze.data import decoding as pixels_module
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import MemoryPixels, StreamedPixels, load_pixels
 from hvfreeze.data.images import ArraySource
-from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.errors import RefusedError
 
 NUM = 200
 IMAGE_BYTES = 3 * 8 * 8
@@ -131,30 +131,6 @@ def test_announced_batches_are_decoded_a_few_ahead_and_each_once(
         assert sorted(counted.decoded) == sorted(np.concatenate([batches[place] for place in plan]))
 
 
-def test_batches_that_are_never_fetched_cost_at_most_the_window(images: ImageSet) -> None:
-    for wanted in (0, -1):
-        counted, batches = Counted(images), batches_of(0)
-        stream = StreamedPixels(counted, workers=1)  # type: ignore[arg-type]
-        stream.prefetch(batches)
-        assert torch.equal(stream.fetch(batches[wanted])[0], torch.from_numpy(images.decode(int(batches[wanted][0]))))
-        stream.close()
-        assert set(counted.decoded) >= set(batches[wanted])
-        assert len(counted.decoded) <= (1 + pixels_module._BATCHES_AHEAD) * 16
-
-
-def test_a_new_hint_cancels_what_the_last_one_had_queued(images: ImageSet) -> None:
-    counted, batches, other = Counted(images), batches_of(0), batches_of(1)
-    stream = StreamedPixels(counted, workers=1)  # type: ignore[arg-type]
-    counted.gate.clear()
-    stream.prefetch(batches)
-    stream.prefetch(other)
-    counted.gate.set()
-    fetched = stream.fetch(other[0])
-    stream.close()
-    assert torch.equal(fetched, MemoryPixels(images, other[0], workers=1).fetch(other[0]))
-    assert len(set(counted.decoded) & (set(np.concatenate(batches[1:4])) - set(np.concatenate(other[:5])))) == 0
-
-
 def test_batches_outside_the_hint_or_behind_it_are_decoded_all_the_same(images: ImageSet) -> None:
     batches, other = batches_of(0), np.array([7, 3, 7])
     memory = MemoryPixels(images, np.arange(NUM), workers=1)
@@ -188,10 +164,3 @@ def test_a_corrupt_image_is_named_at_load_in_memory_and_at_its_fetch_when_stream
     with pytest.raises(RefusedError, match=expected):
         stream.fetch(bad)
     stream.close()
-
-
-def test_an_image_of_another_size_asks_for_an_image_size(root: Path) -> None:
-    images = open_data("imagefolder", root).train
-    Image.new("RGB", (9, 8)).save(root / "train" / "a" / "050.png")
-    with pytest.raises(UsageError, match=r"a/050.png has 9x8 .* --image-size"):
-        load_pixels(images, np.arange(NUM), budget_bytes=2**30, workers=2)

@@ -88,12 +88,6 @@ def test_a_fit_is_part_of_the_identity_of_rows_and_a_crop_is_what_it_was(tmp_pat
     assert known[3] == open_data("imagefolder", tmp_path, image_size=32, reading=before).train.identity()
 
 
-def test_a_run_says_what_it_cuts_off_and_is_told_how_not_to(tmp_path: Path) -> None:
-    folder = save_banners(tmp_path / "data")
-    cropped = call("train", *RUN.split(), "--data-dir", str(folder), "--run-dir", str(tmp_path / "crop"))
-    assert "of 32 images probed, 32 lose 75% of their area" in cropped.stdout, str(cropped)
-
-
 def test_a_model_answers_for_images_made_to_fit_as_those_that_it_has_learned_from(tmp_path: Path) -> None:
     folder, run = save_banners(tmp_path / "data"), tmp_path / "run"
     flags = [*RUN.split(), "--data-dir", str(folder), "--fit", "pad", "--background", "black"]

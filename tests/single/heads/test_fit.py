@@ -165,25 +165,6 @@ def test_a_path_that_is_none_is_refused(penalties: list[float]) -> None:
         solve(labelled_table(50), penalties=penalties)
 
 
-def test_the_summary_can_be_written_to_a_file() -> None:
-    fit = solve(labelled_table(200), penalties=[0.1, 0.01])
-    summary = fit.summary()
-    assert set(summary) == {
-        "penalty",
-        "trials",
-        "loss",
-        "rows",
-        "steps",
-        "passes",
-        "error",
-        "converged",
-        "exchanged_bytes",
-        "compared_with",
-        "left_out",
-    }
-    assert summary["trials"][0]["penalty"] == 0.1
-
-
 def batches_of(total: int, size: int) -> list[Batch]:
     return padded_batches(np.arange(total), lambda ids, views: torch.from_numpy(ids) % CLASSES, size)
 

@@ -18,7 +18,7 @@ from hvfreeze.data.batches import padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
 from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
-from hvfreeze.heads.kernel_products import Gram, TileCache, gaussian
+from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.leave_one_out import inverted, residuals, views_of
 from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
@@ -120,20 +120,6 @@ def test_rows_that_are_left_out_choose_the_penalty_where_labels_are_wrong(
     ratio = max(losses.values()) / min(losses.values())
     assert ratio < 1.02 if chosen == 9.8 else ratio > 1.5, losses
     assert fit.penalty == chosen, losses
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_the_cache_of_tiles_gives_what_was_computed_and_is_never_larger_than_was_allowed(*, rounded: bool) -> None:
-    parts = torch.randn(700, 5, generator=torch.Generator().manual_seed(0)).split(100)
-    allowed = 20 * 10_240 * (2 if rounded else 4) + 1
-    tiles = TileCache(49, cells=10_240, memory_bytes=allowed, rounded=rounded)
-    made = {(a, b): tiles(7 * a + b, parts[a], parts[b]).clone() for a in range(7) for b in range(7)}
-    kept = tiles._cached.values()
-    assert len(kept) == 20 and {tile.untyped_storage().nbytes() for tile in kept} == {allowed - 1}
-    assert all(tile.data_ptr() % 64 == 0 for tile in kept), "products may depend on where their factors begin"
-    for (a, b), tile in made.items():
-        assert tiles(7 * a + b, parts[a], parts[b]).equal(tile)
-        assert (tiles.scale * tile - gaussian(parts[a], parts[b])).abs().max() < (1e-5 if rounded else 1e-9)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -250,19 +236,3 @@ def test_gradients_reach_the_features() -> None:
     some = features[:8].clone().requires_grad_()
     functional.cross_entropy(head(some), labels[:8]).backward()
     assert some.grad is not None and bool(some.grad.isfinite().all()) and bool(some.grad.any())
-
-
-def test_the_solvers_vectors_leave_less_memory_for_kernel_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting.solver_bytes(100, 10, leads=False) == 100 * 10 * 28
-    assert fitting.centres_bytes(10, 2, rows=100, leads=True) == 12 * 10**2 + 2 * (112 * 10 + 1600)
-    given: list[int] = []
-
-    def noted(*args: Any, memory_bytes: int, **options: Any) -> Gram:
-        given.append(memory_bytes)
-        return Gram(*args, memory_bytes=memory_bytes, **options)
-
-    monkeypatch.setattr(fitting, "Gram", noted)
-    monkeypatch.setattr(fitting, "FEW", 100)
-    for memory_bytes in (10**6, 10**3):
-        found(labelled_table(200), penalties=[1.0], memory_bytes=memory_bytes)
-    assert given == [10**6 - 200 * CLASSES * 128, 0]

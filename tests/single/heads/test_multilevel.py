@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.heads.kernel import fit_kernel
@@ -23,24 +24,29 @@ READER = """
 import sys
 sys.modules["hvfreeze"] = None  # any import of it fails
 import torch
-for head in ("linear", "kernel"):
-    images, logits = torch.load(f"{head}/pair.pt", weights_only=True)
-    program = torch.export.load(f"{head}/classifier.pt2").module()
-    torch.testing.assert_close(program(images), logits, atol=1e-6, rtol=0)
-    assert len(program(images[:1])) == 1
+images, logits = torch.load("pair.pt", weights_only=True)
+program = torch.export.load("classifier.pt2").module()
+torch.testing.assert_close(program(images), logits, atol=1e-6, rtol=0)
+assert len(program(images[:1])) == 1
 """
 
 
-def test_fitted_classifiers_load_and_run_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
-    for head in ("linear", "kernel"):
-        (tmp_path / head).mkdir()
-        save_fitted(tmp_path / head, kernel=head == "kernel")
+@pytest.mark.parametrize("kernel", [False, True])
+def test_fitted_classifiers_load(kernel: bool, tmp_path: Path) -> None:
+    save_fitted(tmp_path, kernel=kernel)
+
+
+@pytest.mark.seldom
+def test_a_fitted_classifier_runs_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
+    classifier, images, logits = save_fitted(tmp_path, kernel=True)
+    torch.save((images, logits), tmp_path / "pair.pt")
+    write_torch(classifier, tmp_path / "classifier.pt2", images, {})
     reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert reader.returncode == 0, reader.stderr
 
 
-def save_fitted(folder: Path, *, kernel: bool) -> None:
-    """Fit a classifier; see that its state makes another one the same, and write it as a file that runs elsewhere."""
+def save_fitted(folder: Path, *, kernel: bool) -> tuple[MultiLevelClassifier, Tensor, Tensor]:
+    """Fit a classifier; see that its state makes another one the same; return it with images and its answers."""
     chain, images = small_chain(), torch.randn(60, 3, 8, 8)
     classifier = MultiLevelClassifier(chain, classes=3, pool=2, example=images[:2], kernel=kernel)
     assert classifier.training and chain.model[0][1].num_batches_tracked == 0, "counting features changes nothing"
@@ -68,8 +74,7 @@ def save_fitted(folder: Path, *, kernel: bool) -> None:
     other.eval().load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     with torch.no_grad():
         assert torch.equal(other(images), logits)
-    torch.save((images, logits), folder / "pair.pt")
-    write_torch(classifier, folder / "classifier.pt2", images, {})
+    return classifier, images, logits
 
 
 @pytest.mark.parametrize("head", ["last", "multi-level"])

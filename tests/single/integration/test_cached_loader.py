@@ -126,19 +126,35 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(a == b and torch.equal(s, t) for (a, s), (b, t) in pairs)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("moves", [{4: 1}, {3: 1, 10: 2}, {4: 2, 12: 0, 14: 1}], ids=["once", "twice", "thawed"])
+def encoded(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs in a mapping that is no dict, as tokenizers give them, and the labels."""
+    return UserDict(zip(("ids", "mask"), batch[:-1])), batch[-1]
+
+
+ONCE, TWICE, THAWED = {4: 1}, {3: 1, 10: 2}, {4: 2, 12: 0, 14: 1}
+
+
+@pytest.mark.parametrize(
+    ("case", "moves", "options"),
+    [
+        ("a chain of images", TWICE, {}),
+        ("a chain of images", THAWED, {}),
+        ("images through glue", ONCE, {}),
+        pytest.param("text with a mask", TWICE, {}, marks=pytest.mark.seldom),
+        ("text with a mask", {4: 2}, {"split": encoded}),
+    ],
+)
 def test_cached_computed_and_plain_training_have_the_same_bits(
-    case: str, moves: dict[int, int], tmp_path: Path
+    case: str, moves: dict[int, int], options: dict[str, Any], tmp_path: Path
 ) -> None:
     plain, _ = train(case, "plain", tmp_path, moves=moves)
-    computed, without = train(case, "computed", tmp_path, moves=moves)
-    cached, loader = train(case, "cached", tmp_path, moves=moves)
+    computed, without = train(case, "computed", tmp_path, moves=moves, **options)
+    cached, loader = train(case, "cached", tmp_path, moves=moves, **options)
     assert equal(plain, computed) and equal(plain, cached)
     assert loader.rows_read > 0 and loader.exact and without.rows_read == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["a chain of images", pytest.param("images through glue", marks=pytest.mark.seldom)])
 def test_blocks_that_are_cached_are_looked_at_and_thaw_as_they_would_without(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,16 +185,11 @@ def test_what_the_data_set_draws_does_not_reach_the_loop(tmp_path: Path, monkeyp
     assert equal(computed, cached) and loader.rows_read > 0
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_samples_that_are_cached_are_not_read_again(case: str, tmp_path: Path) -> None:
-    _, loader = train(case, "cached", tmp_path, moves={4: 1})
+def test_samples_that_are_cached_are_not_read_again_and_a_later_run_computes_no_row(tmp_path: Path) -> None:
+    _, first = train("a chain of images", "cached", tmp_path, moves=ONCE)
     assert len(LOADED) <= 2 * SAMPLES + (3 + EPOCHS) * ROWS, "one epoch, one sweep, and a look an epoch"
-    assert loader.rows_read == 4 * SAMPLES
-
-
-def test_a_later_run_computes_no_row(tmp_path: Path) -> None:
-    _, first = train("a chain of images", "cached", tmp_path, moves={4: 1})
-    _, again = train("a chain of images", "cached", tmp_path, moves={4: 1})
+    assert first.rows_read == 4 * SAMPLES
+    _, again = train("a chain of images", "cached", tmp_path, moves=ONCE)
     counted = [loader._activations.counters for loader in (first, again)]
     assert [one.rows_written for one in counted] == [SAMPLES, 0]
     assert counted[1].rows_read == 4 * SAMPLES and len(again.dataset) == SAMPLES
@@ -186,21 +197,9 @@ def test_a_later_run_computes_no_row(tmp_path: Path) -> None:
 
 
 def test_a_last_batch_that_is_smaller_is_filled_up(tmp_path: Path) -> None:
-    computed, _ = train("text with a mask", "computed", tmp_path, moves={4: 2}, rows=5)
-    cached, loader = train("text with a mask", "cached", tmp_path, moves={4: 2}, rows=5)
+    computed, _ = train("a chain of images", "computed", tmp_path, moves=ONCE, rows=5)
+    cached, loader = train("a chain of images", "cached", tmp_path, moves=ONCE, rows=5)
     assert equal(computed, cached) and loader.rows_read > 0
-
-
-def encoded(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs in a mapping that is no dict, as tokenizers give them, and the labels."""
-    return UserDict(zip(("ids", "mask"), batch[:-1])), batch[-1]
-
-
-def test_inputs_may_come_in_any_mapping(tmp_path: Path) -> None:
-    plain, _ = train("text with a mask", "plain", tmp_path, moves={4: 2})
-    computed, _ = train("text with a mask", "computed", tmp_path, moves={4: 2}, split=encoded)
-    cached, loader = train("text with a mask", "cached", tmp_path, moves={4: 2}, split=encoded)
-    assert equal(plain, computed) and equal(plain, cached) and loader.rows_read > 0
 
 
 class FirstOfTwo(SoloWorld):

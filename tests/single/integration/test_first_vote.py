@@ -96,8 +96,10 @@ def loaders() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", loaders())
-@pytest.mark.parametrize("settings", [{}, {"settings": FreezeConfig(interval=5)}])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("sized", {}), ("workers", {"settings": FreezeConfig(interval=5)}), ("batches of a sampler", {})],
+)
 def test_the_loader_says_how_long_an_epoch_is(kind: str, settings: dict[str, Any]) -> None:
     histories = []
     validation = DataLoader(data(), batch_size=2 * ROWS)

@@ -56,21 +56,12 @@ def test_numbers_labels_and_class_weights() -> None:
 
 
 @torch.no_grad()
-def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not() -> None:
+def test_a_sample_of_weight_0_does_not_count() -> None:
     model, (images, labels) = network(), data()
-    numbers, times = images.mean((2, 3)) * 5 + 100, torch.arange(240) % 3
-    place = torch.arange(240).repeat_interleave(times)
-    answers = []
-    for rows, weight in ((torch.arange(240), times), (place, None)):
-        found = hvfreeze.fit_classifier(
-            model, batches(images[rows], numbers[rows]), task="numbers", sample_weight=weight, penalty=0.1, flips=True
-        )
-        answers.append(found.classifier.eval()(images))
-    torch.testing.assert_close(*answers, atol=0.01, rtol=0)
     kept, found = labels > 0, []
     for columns, weight in (((images, labels), kept.float()), ((images[kept], labels[kept]), None)):
         fitted = hvfreeze.fit_classifier(model, batches(*columns), sample_weight=weight)
-        found.append(fitted.classifier(images))
+        found.append(fitted.classifier.eval()(images))
     assert torch.equal(*found)
 
 

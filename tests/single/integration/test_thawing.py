@@ -27,13 +27,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": sgd,
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
 }
 
 
-@pytest.mark.parametrize(("passes", "dtype"), [(1, None), (3, None), (1, torch.bfloat16)])
+@pytest.mark.parametrize(("passes", "dtype"), [(3, None), (1, torch.bfloat16)])
 def test_looks_change_nothing_but_the_vote(
     passes: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +81,7 @@ def test_a_block_that_gains_nothing_stays_frozen() -> None:
     assert script.reached == [*LOOKED, 27, 28, 29, 30, 32] and script.freezer.cut == 1
 
 
-@pytest.mark.parametrize("freeze", ["gradient-norm", "percentile", "linear", "geometric"])
+@pytest.mark.parametrize("freeze", ["gradient-norm", "linear"])
 def test_no_other_criterion_looks_at_frozen_blocks(freeze: str) -> None:
     script = Script(sgd, freeze=freeze, shadow="coherence", eta_max=1e-9)
     script.freezer.freeze(1)
@@ -91,7 +89,7 @@ def test_no_other_criterion_looks_at_frozen_blocks(freeze: str) -> None:
     assert script.reached == [] and script.freezer.cut >= 1
 
 
-@pytest.mark.parametrize("stop", [8, 10, 14, 15])
+@pytest.mark.parametrize("stop", [8, 15])
 def test_a_resumed_script_looks_and_thaws_as_the_uninterrupted_one(stop: int) -> None:
     straight = Script(OPTIMIZERS["adamw"])
     straight.freezer.freeze(1)

@@ -19,7 +19,7 @@ from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.weights import load_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 
-EPOCHS, ROWS, SAMPLES = 8, 8, 32
+EPOCHS, ROWS, SAMPLES = 5, 8, 32
 
 
 def vision_transformer(classes: int) -> nn.Module:
@@ -82,7 +82,9 @@ def fine_tune(name: str, weights: Path, directory: Path, *, store: bool) -> tupl
     return model, optimizer.freezer, cached, losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["convnext", *(pytest.param(name, marks=pytest.mark.seldom) for name in ("vit", "swin"))]
+)
 def test_a_transformer_or_convnext_fine_tunes_frozen_by_vote_and_cached(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     pretrained = MODELS[name](7)

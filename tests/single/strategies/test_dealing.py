@@ -68,7 +68,6 @@ def place_in(name: str, **settings: str) -> Place:
     ("name", "where", "last"),
     [
         ("resnet20", "fc.", None),
-        ("mnasnet0_5", "classifier.1.", "Dropout"),
         ("mobilenet_v2", "classifier.1.", "Dropout"),
     ],
 )

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,7 @@ def test_lines_that_cannot_share_a_batch_evenly_are_not_made() -> None:
     assert found is not None and found.parts == 2
 
 
-@pytest.mark.parametrize(("cut", "parts"), list(product(range(7), (1, 2))))
+@pytest.mark.parametrize(("cut", "parts"), [(0, 1), (0, 2), (3, 2), (6, 1), (6, 2)])
 def test_every_partition_trains(cut: int, parts: int) -> None:
     for cached in (False, True):
         segments = cut_again(EVEN, cut=cut, cached=cached, parts=parts)
@@ -87,7 +87,7 @@ def test_lines_share_a_batch_by_whole_micro_batches(rows: int, lines: int) -> No
     assert [part.counted for part in parts] == [len(labels) for labels in expected]
 
 
-@pytest.mark.parametrize(("flags", "said"), [((), True), (("--cut-by", "count"), False), (("--redeal", "off"), False)])
+@pytest.mark.parametrize(("flags", "said"), [((), True), (("--redeal", "off"), False)])
 def test_that_a_measured_partition_changes_digits_is_said(tmp_path: Path, flags: tuple[str, ...], said: bool) -> None:
     small = "train --strategy grid --redeal on --model mlp-8 --train-samples 40 --batch-size 20 --epochs 1 --threads 1"
     outcome = call(*small.split(), "--run-dir", str(tmp_path / "run"), *flags)

@@ -7,7 +7,7 @@ import pytest
 
 from hvfreeze.strategies.schedules import SCHEDULES, Operation, batches_begun, tick_schedule
 
-LINES = [(p, ranks, batches) for p in (1, 2, 3, 4) for ranks in (p, p + 1) for batches in (0, 1, 2, 7)]
+LINES = [(p, ranks, batches) for p in (1, 2, 4) for ranks in (p, p + 1) for batches in (0, 1, 7)]
 
 
 def schedules(places: int, ranks: int, batches: int) -> list[list[Operation]]:
@@ -15,11 +15,12 @@ def schedules(places: int, ranks: int, batches: int) -> list[list[Operation]]:
 
 
 @pytest.mark.parametrize(("places", "ranks", "batches"), LINES)
-def test_every_batch_is_forwarded_and_trained_on_once_and_in_order(places: int, ranks: int, batches: int) -> None:
+def test_batches_are_trained_on_once_in_order_and_no_rank_waits_for_ever(places: int, ranks: int, batches: int) -> None:
     for rank, operations in enumerate(schedules(places, ranks, batches)):
         for kind in ("forward", "train"):
             expected = list(range(batches)) if kind == "train" or rank < places else []
             assert [op.batch for op in operations if op.kind == kind] == expected
+    follow(schedules(places, ranks, batches), places, lambda rank: places - rank if rank < places else 0)
 
 
 def follow(schedules: list[list[Operation]], places: int, most: Callable[[int], int]) -> None:
@@ -44,11 +45,6 @@ def has_come(operation: Operation, rank: int, places: int, done: set[tuple[str, 
     if kind == "backward" and rank < places - 1:
         return ("backward", rank + 1, batch) in done
     return ("forward", places - 1, batch) in done
-
-
-@pytest.mark.parametrize(("places", "ranks", "batches"), LINES)
-def test_ranks_that_follow_their_lists_never_wait_for_ever(places: int, ranks: int, batches: int) -> None:
-    follow(schedules(places, ranks, batches), places, lambda rank: places - rank if rank < places else 0)
 
 
 def test_forwards_and_training_take_turns_once_the_line_is_full() -> None:

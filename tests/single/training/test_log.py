@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvfreeze.model.weight_names import has_published
 from hvfreeze.runs import progress
+from hvfreeze.training import loop
+from hvfreeze.training.job import Job
 from tests.program import call, succeed
 
 SMALL = "digits --model mlp-16x16 --image-size 8 --train-samples 100 --batch-size 16 --threads 1".split()
@@ -16,16 +19,14 @@ SMALL = "digits --model mlp-16x16 --image-size 8 --train-samples 100 --batch-siz
 
 def test_an_auto_run_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
-    flags = (
-        "--model shufflenet_v2_x0_5 --image-size 32 --train-samples 60 --batch-size 16 --epochs 4 --threads 1".split()
-    )
+    flags = "--model tests.kept.small_model:small --train-samples 60 --batch-size 16 --epochs 4 --threads 1".split()
     outcome = succeed("auto", "digits", *flags, "--run-dir", str(tmp_path / "run"))
     lines = outcome.stdout.splitlines()
-    assert lines[0] == "loading digits and shufflenet_v2_x0_5", "at once: the rest may take a minute"
+    assert lines[0] == "loading digits and tests.kept.small_model:small", "at once: the rest may take a minute"
     assert lines[2].startswith("data: digits, 60 training images (6 of them held out), 359 test images, ")
-    assert lines[3] == "note: no --weights: training from scratch; --weights DEFAULT starts from pretrained weights"
+    assert lines[3] == "note: no --weights: training from scratch; --weights FILE starts from pretrained weights"
     steps = [
-        re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 6 blocks frozen", line)
+        re.match(r"step (\d+) of (\d+), epoch (\d+) of (\d+): loss [\d.]+, 0 of 3 blocks frozen", line)
         for line in lines
     ]
     first, *_, last = [found for found in steps if found]
@@ -48,7 +49,14 @@ def test_a_budget_of_time_makes_the_number_of_steps_an_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
-    outcome = call("train", "--data", *SMALL, "--time-budget", "5s", "--run-dir", str(tmp_path / "run"))
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Any) -> float:
+        job.asked_to_leave = job.step == 2
+        return make_step(job, batches)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    outcome = call("train", "--data", *SMALL, "--time-budget", "60s", "--run-dir", str(tmp_path / "run"))
     assert re.search(r"^step 1 of about \d+, epoch 1: loss ", outcome.stdout, re.MULTILINE), str(outcome)
 
 

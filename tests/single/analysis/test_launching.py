@@ -30,8 +30,8 @@ def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
-    planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
-    with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):
+    planned = SMOKE.run("bad", 0, ranks=1, program="no_such_program")
+    with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 1:.*no_such_program"):
         launch(planned, Site(work=tmp_path), timeout=200.0)
 
 

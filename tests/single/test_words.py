@@ -153,7 +153,7 @@ def test_pages_messages_and_docstrings_have_no_private_words_and_every_exception
     [
         (
             1,
-            ["The head is solved.", "A fine-tuned block; a tuned one.", "It\ngoes on.", "5 000 images", "Tuning pays."],
+            ["The head is solved.", "A fine-tuned block; a tuned one.", "It\ngoes on.", "5 000 images"],
         ),
         (0, ["`--mirror images`", "fine-tuning", "[rows](solved.md)", "```\nanew\n```", "tunable"]),
     ],

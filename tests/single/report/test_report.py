@@ -149,8 +149,8 @@ def test_a_report_is_a_page_figures_and_numbers_the_same_bytes_each_time_and_ask
         assert link.startswith(("data:image/svg+xml;base64,", "#section-")) or (out / link).is_file()
     assert len([path for path in out.rglob("*") if path.is_file()]) == 16
     # One figure that is drawn again stands for all.
-    figures.save_figure(plot_cuts(load_runs(pair), width=figures.WIDE), tmp_path / "cuts")
-    for file in ("cuts.png", "cuts.svg"):
+    figures.save_figure(plot_phases(load_runs(pair), width=figures.WIDE), tmp_path / "phases")
+    for file in ("phases.png", "phases.svg"):
         assert (tmp_path / file).read_bytes() == (out / "figures" / file).read_bytes()
     monkeypatch.setattr(figures, "save_figure", lambda figure, base: out / "figures" / f"{base.name}.svg")
     write_report(pair, out=tmp_path / "again")

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail where pages and results disagree")
     options = parser.parse_args(arguments)
     try:
-        results = {RESULTS / name / "README.md": page.text(RESULTS) for name, page in PAGES.items()}
+        results = {RESULTS / name / "README.md": render(name, words_of(name)) for name in PAGES}
         wanted = {**results, **guides_with(parts(results), README)}
         changed = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
         if options.check and changed:
@@ -42,12 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@functools.cache
+def words_of(name: str) -> Words:
+    """Return the words of a page of results, which other pages use too."""
+    return PAGES[name].words(RESULTS)
+
+
 def parts(pages: Mapping[Path, str]) -> dict[str, str]:
     """Return what stands between the markers of each part; `pages` are those of results."""
 
-    @functools.cache
     def of(name: str) -> SimpleNamespace:
-        return SimpleNamespace(**PAGES[name].words(RESULTS))
+        return SimpleNamespace(**words_of(name))
 
     def claims_of(name: str) -> Iterator[tuple[str, str, str]]:
         """Yield the claims of a page; one that no program of this source makes is read from its file."""

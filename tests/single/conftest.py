@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +15,17 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     outcome = call("train", *request.module.SMALL, "--run-dir", str(folder))
     assert outcome.returncode == 0, str(outcome)
     return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of figures without a drawing, which takes most of a report's time."""
+
+    def save(figure: Any, base: Path) -> Path:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base.with_name(base.name + ".png").write_bytes(b"")
+        svg = base.with_name(base.name + ".svg")
+        svg.write_text("<svg/>")
+        return svg
+
+    monkeypatch.setattr("hvfreeze.report.figures.save_figure", save)

@@ -29,7 +29,7 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import Outcome, call
 
-FEW, MANY = 10, 2000
+FEW, MANY = 5, 2000
 MODEL = """
 from torch import nn
 
@@ -340,16 +340,15 @@ def check(runs: Runs, *, examples: int) -> None:
                 assert runs(*fewer).all != made.all, f"has no effect, and nothing says so: {where}"
 
     holds()
-    for directory in runs.directories:
+    for directory in runs.directories if examples == MANY else runs.directories[::4]:
         applied = call(
             "evaluate", str(directory), "--trust-code", "--model-name", sorted(directory.glob("model*.pt"))[0].stem
         )
         assert applied.returncode == 0, f"{directory}\n{applied}"
     listed = call("runs", str(runs.directories[0].parent))
     assert listed.returncode == 0 and len(listed.stdout.splitlines()) > len(runs.directories), str(listed)
-    # A figure costs more than many runs do.
     page = runs.directories[0].parent / "report"
-    written = call("report", *map(str, runs.directories[:: len(runs.directories) // 3]), "--out", str(page))
+    written = call("report", *map(str, runs.directories[-2:]), "--out", str(page))
     assert written.returncode == 0, str(written)
     parser = Page()
     parser.feed((page / "index.html").read_text())
@@ -357,11 +356,13 @@ def check(runs: Runs, *, examples: int) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("undrawn")
 def test_a_flag_changes_the_run_or_the_run_says_that_it_does_not(runs: Runs) -> None:
     check(runs, examples=FEW)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("undrawn")
 def test_many_flags_change_the_run_or_the_run_says_that_they_do_not(runs: Runs) -> None:
     check(runs, examples=MANY)

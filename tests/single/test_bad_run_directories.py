@@ -56,8 +56,8 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_kind_of_refusal_is_the_exit_code_of_the_process(run_dir: Path, tmp_path: Path) -> None:
-    refused(spawn("train", "--epoch", "2", "--run-dir", str(run_dir)), 2, "'--epoch'", "'--epochs'")
-    refused(spawn("report", str(tmp_path / "gone"), "--out", str(tmp_path)), 3, "gone does not exist")
+    refused(spawn("trian", "--run-dir", str(run_dir)), 2, "'trian'", "'train'")
+    refused(spawn("runs", str(tmp_path / "gone")), 3, "gone cannot be read")
 
 
 def test_a_run_keeps_its_files_to_its_owner_and_no_secret_in_them(

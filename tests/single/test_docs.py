@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import hvfreeze
 from hvfreeze.config.flags import EXAMPLES
 from tests.parallel.test_checks import cases
@@ -34,24 +32,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_between_files_leads_somewhere(page: Path) -> None:
-    text = CODE.sub(lambda code: "`code`" if not code[0].startswith("```") else "", page.read_text())
+def test_every_link_between_files_leads_somewhere() -> None:
     lost = []
-    for target in LINK.findall(text):
-        path, _, anchor = target.partition("#")
-        if ":" in path:
-            continue
-        found = (page.parent / path).resolve() if path else page
-        if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
-            lost.append(target)
+    for page in PAGES:
+        text = CODE.sub(lambda code: "`code`" if not code[0].startswith("```") else "", page.read_text())
+        for target in LINK.findall(text):
+            path, _, anchor = target.partition("#")
+            found = (page.parent / path).resolve() if path else page
+            if ":" in path:
+                continue
+            if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors(found)):
+                lost.append((name_of(page), target))
     assert lost == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_file_that_is_named_exists(page: Path) -> None:
-    named = re.findall(r"`((?:hvfreeze|cache|analysis|launch|tests|docs)/[\w./-]*)`", page.read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_every_file_that_is_named_exists() -> None:
+    name = re.compile(r"`((?:hvfreeze|cache|analysis|launch|tests|docs)/[\w./-]*)`")
+    named = [(name_of(page), file) for page in PAGES for file in name.findall(page.read_text())]
+    assert [(page, file) for page, file in named if not (ROOT / file).exists()] == []
 
 
 def test_the_site_lists_every_page() -> None:
@@ -76,21 +74,11 @@ def test_the_readme_names_the_first_command_and_the_tests() -> None:
     assert "make test" in readme and "make demo" in readme
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_mpirun_command_of_a_guide_leaves_ranks_all_cores(page: Path) -> None:
-    assert_unbound(page.read_text())
-
-
-def test_the_examples_of_train_start_ranks_unbound_and_vote_by_what_blocks_gain() -> None:
-    assert_unbound(EXAMPLES)
-    assert set(re.findall(r"--freeze (\S+)", EXAMPLES)) == {"coherence", "static"}
-
-
-def assert_unbound(text: str) -> None:
+def test_every_mpirun_command_of_a_guide_and_of_the_help_leaves_ranks_all_cores() -> None:
     """Open MPI binds each of two ranks to one core unless it is told otherwise."""
-    assert [
-        line for line in text.splitlines() if re.match(r"\s*mpirun -np", line) and "--bind-to none" not in line
-    ] == []
+    lines = [line for text in (EXAMPLES, *(page.read_text() for page in PAGES)) for line in text.splitlines()]
+    assert [line for line in lines if re.match(r"\s*mpirun -np", line) and "--bind-to none" not in line] == []
+    assert set(re.findall(r"--freeze (\S+)", EXAMPLES)) == {"coherence", "static"}
 
 
 def members(name: str) -> Iterator[tuple[str, Any]]:
@@ -104,11 +92,11 @@ def members(name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{own}", member
 
 
-@pytest.mark.parametrize("name", hvfreeze.__all__)
-def test_every_public_name_and_method_has_a_docstring_of_its_own(name: str) -> None:
-    # A dataclass without one is given its signature.
-    silent = [path for path, value in members(name) if re.match(rf"({name}\(.*\))?$", value.__doc__ or "", re.DOTALL)]
-    assert silent == []
+def test_every_public_name_and_method_has_a_docstring_of_its_own() -> None:
+    for name in hvfreeze.__all__:
+        # A dataclass without one is given its signature.
+        own = rf"({name}\(.*\))?$"
+        assert [path for path, value in members(name) if re.match(own, value.__doc__ or "", re.DOTALL)] == []
 
 
 def test_the_guide_tells_what_a_script_needs_first() -> None:

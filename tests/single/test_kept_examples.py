@@ -27,6 +27,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_is_listed_and_reported(run: Path, tmp_path: Path) -> None:
     listed = call("runs", str(run.parent))
     assert listed.returncode == 0 and "35" in listed.stdout, str(listed)

@@ -29,7 +29,7 @@ from hvfreeze.runs.reading import read_config, read_lines, read_object
 from tests.single.cache.material import write_file
 from tests.single.training.forging import save_sections
 
-FEW, MANY = 60, 100_000
+FEW, MANY = 20, 100_000
 DEEPEST = 6
 Property = Callable[[], None]
 

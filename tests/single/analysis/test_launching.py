@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 from analysis import ddp
-from analysis.sweeps.launching import Site, follow, launch
+from analysis.sweeps.launching import Site, flags_of, follow, launch
 from analysis.sweeps.presets import SMOKE
 from hvfreeze.errors import RefusedError
-from hvfreeze.runs.reading import Run, load_run
-
-
-def trained(folder: Path, program: str) -> Run:
-    planned = SMOKE.run(program, 0, {"freeze": "none"}, ranks=1, program=program)
-    return load_run(launch(planned, Site(work=folder), timeout=200.0))
+from hvfreeze.runs.reading import load_run
+from tests.program import succeed
 
 
 @pytest.mark.seldom
 def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
-    ours, theirs = trained(tmp_path, "hvfreeze"), trained(tmp_path, "analysis.ddp")
+    planned, site = SMOKE.run("theirs", 0, {"freeze": "none"}, ranks=1, program="analysis.ddp"), Site(work=tmp_path)
+    theirs = load_run(launch(planned, site, timeout=200.0))
+    succeed(*flags_of(planned, site, tmp_path / "ours"))
+    ours = load_run(tmp_path / "ours")
     same = ("epoch", "step", "train_loss", "train_accuracy", "test_accuracy")
     found, wanted = ([[line[key] for key in same] for line in run.metrics] for run in (theirs, ours))
     assert found == [pytest.approx(line, rel=1e-4) for line in wanted]
@@ -30,8 +29,8 @@ def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
-    planned = SMOKE.run("bad", 0, {"model": "no-such-model"}, ranks=1)
-    with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 2:.*no-such-model"):
+    planned = SMOKE.run("bad", 0, ranks=1, program="no_such_program")
+    with pytest.raises(RefusedError, match=r"(?s)run bad-s0 ended with exit code 1:.*no_such_program"):
         launch(planned, Site(work=tmp_path), timeout=200.0)
 
 

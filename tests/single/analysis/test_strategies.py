@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis import strategies
-from analysis.parts.strategies import grid_runs, redealing_runs, ring_runs, subnet_runs, trunk_runs
+from analysis.parts.strategies import grid_runs, redealing_runs, ring_runs, subnet_runs
 from analysis.sweeps import sweep
 from analysis.sweeps.kept import RESULTS
 from analysis.sweeps.presets import REDUCED, SMOKE
@@ -49,9 +49,8 @@ def test_a_line_takes_what_its_slowest_rank_takes_and_ranks_that_wait_take_nothi
 
 
 def test_what_ranks_sent_is_what_the_formulas_say() -> None:
-    results = strategies.EXPERIMENT.open(RESULTS)
-    for table in (trunk_runs.table(results), *grid_runs.tables(results), subnet_runs.words(results)["rounds"]):
-        assert " NO |" not in table and ("As predicted" not in table or " yes |" in table)
+    page = (RESULTS / "strategies" / "README.md").read_text()
+    assert page.count("As predicted") >= 2 and " yes |" in page and " NO |" not in page
 
 
 def test_the_bytes_of_subnets_are_the_formulas_and_the_tables() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -35,42 +36,50 @@ from tests.single.analysis.runs_material import carried_out, made_up
 
 pytestmark = pytest.mark.usefixtures("no_files")
 SMALL = dataclasses.replace(REDUCED, seeds=(0, 1))
+ONE = dataclasses.replace(REDUCED, seeds=(0,))
 STUDY = (*EXPERIMENTS, pixels64.EXPERIMENT)
 """The study's questions."""
 
 
-@pytest.mark.parametrize(
-    ("experiment", "preset"),
-    [(each, preset) for each in EVERY for preset in (SMOKE, REDUCED, FULL) if preset is not FULL or each in STUDY],
-    ids=lambda value: value.name,
-)
-def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment, preset: Preset) -> None:
-    planned = sweep.plan(experiment, preset, Results(Path()))
-    reported = [run for run in planned if not run.flags.get("validation_fraction")]
-    by_label = {run.label: run for run in planned}
-    assert planned
-    for run in by_label.values():
+@functools.cache
+def listed(experiment: Experiment, preset: Preset) -> dict[str, list[PlannedRun]]:
+    """Return an experiment's runs by label, unchecked: those of a label differ in the seed."""
+    found: dict[str, list[PlannedRun]] = {}
+    for run in [*experiment.runs(preset), *experiment.then(preset, Results(Path()))]:
+        found.setdefault(run.label, []).append(run)
+    return found
+
+
+@pytest.mark.parametrize("experiment", EVERY, ids=lambda experiment: experiment.name)
+def test_every_run_is_a_configuration_that_the_program_accepts(experiment: Experiment) -> None:
+    planned = sweep.plan(experiment, SMOKE, Results(Path()))
+    for preset in (REDUCED, FULL) if experiment in STUDY else (REDUCED,):
+        planned += [runs[0] for runs in listed(experiment, preset).values()]
+    # Values are checked of each label, the words of a command line of each set of flags.
+    commands = {frozenset(run.flags): run for run in planned if run.config()}
+    assert commands
+    for run in commands.values():
         given = configuration(parse(flags_of(run, Site(work=Path("work")), Path("work") / run.name)))
         placed = dataclasses.replace(given.cache, cache_dir=run.config().cache.cache_dir)
         assert dataclasses.replace(given, run=run.config().run, cache=placed) == run.config()
-    if experiment in STUDY and preset is REDUCED:
-        for label in {run.label for run in reported}:
-            assert {run.seed for run in reported if run.label == label} >= {0, 1, 2}
+    if experiment in STUDY:
+        for runs in listed(experiment, REDUCED).values():
+            assert runs[0].flags.get("validation_fraction") or {run.seed for run in runs} >= {0, 1, 2}
 
 
 def test_the_reduced_presets_take_a_day_at_most_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
 
     def hours(chosen: list[Experiment]) -> float:
-        runs = [run for each in chosen for run in sweep.plan(each, REDUCED, Results(Path()))]
-        return sum(sweep.seconds_of(run, REDUCED) for run in runs) / 3600
+        labels = [runs for each in chosen for runs in listed(each, REDUCED).values()]
+        return sum(len({run.name for run in runs}) * sweep.seconds_of(runs[0], REDUCED) for runs in labels) / 3600
 
     assert hours(list(STUDY)) < 6
     assert hours([each for each in EVERY if each.name.startswith("peers")]) < 8
     assert [sweep.duration(seconds) for seconds in (30, 600, 7200)] == ["30 s", "10 min", "2.0 h"]
 
 
-def test_what_failed_is_made_up_for_and_the_page_is_written_when_all_is_there(
+def test_what_failed_is_made_up_for_and_others_take_the_baselines_learning_rate_and_front(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     working, experiment = sweep.launch, adaptive.EXPERIMENT
@@ -87,11 +96,17 @@ def test_what_failed_is_made_up_for_and_the_page_is_written_when_all_is_there(
     half = set(KeptRuns(root / experiment.name).lines)
     assert not (root / experiment.name / "README.md").exists()
     monkeypatch.setattr(sweep, "launch", working)
-    carried_out(baseline.EXPERIMENT, SMALL, tmp_path)
+    base = carried_out(baseline.EXPERIMENT, SMALL, tmp_path).rows
+    assert {row["lr"] for row in base if row["label"].startswith("lr")} == set(baseline.LEARNING_RATES)
+    assert {row["lr"] for row in base if row["label"].startswith("epochs")} == {0.005}
+    assert all(not row["validation_fraction"] for row in base if not row["label"].startswith("lr"))
+    options = sweep.parse(experiment, ["--results", str(root)])
+    assert sweep.preset_of(options, root=options.results).lr == 0.005
     launches.clear()
     results = carried_out(experiment, SMALL, tmp_path)
     assert half and not half & set(launches)
     assert len(results.rows) == len(half) + len(set(launches))
+    assert len(results.front.budgets) == len(baseline.BUDGETS) and results.over_front("linear").n == 2
     text = (results.directory / "README.md").read_text()
     for wanted in ("## Limits", "python -m analysis.adaptive --preset reduced", "Some CPU, 2 cores", "n = 2"):
         assert wanted in text
@@ -153,14 +168,12 @@ def test_some_runs_can_be_made_first_and_the_rest_another_time(launches: list[st
     assert list(KeptRuns(tmp_path / "static_sweep").lines) == ["residual8-s0", "groups5-s0"]
 
 
-@pytest.mark.parametrize("seeds", [(0,), (1,)])
-def test_runs_of_another_configuration_are_refused_by_name(
-    seeds: tuple[int, ...], launches: list[str], tmp_path: Path
-) -> None:
+def test_runs_of_another_configuration_are_refused_by_name(launches: list[str], tmp_path: Path) -> None:
     carried_out(adaptive.EXPERIMENT, SMOKE, tmp_path)
-    other = dataclasses.replace(SMOKE, lr=0.5, seeds=seeds)
-    with pytest.raises(RefusedError, match=r"runs.jsonl holds another run full-s0 \(lr: 0.02 before, 0.5 now\)"):
-        sweep.carry_out(adaptive.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
+    for seeds in ((0,), (1,)):
+        other = dataclasses.replace(SMOKE, lr=0.5, seeds=seeds)
+        with pytest.raises(RefusedError, match=r"runs.jsonl holds another run full-s0 \(lr: 0.02 before, 0.5 now\)"):
+            sweep.carry_out(adaptive.EXPERIMENT, other, Site(work=tmp_path / "work"), root=tmp_path / "results")
 
 
 def test_two_different_runs_of_one_name_are_refused() -> None:
@@ -269,28 +282,14 @@ def test_without_a_baseline_no_learning_rate_is_made_up(tmp_path: Path, capsys: 
     assert "--weights (nowhere.pt) must be a file" in capsys.readouterr().err
 
 
-def test_others_take_the_baselines_learning_rate_and_are_drawn_against_its_front(
-    launches: list[str], tmp_path: Path
-) -> None:
-    results = carried_out(baseline.EXPERIMENT, SMALL, tmp_path)
-    assert {row["lr"] for row in results.rows if row["label"].startswith("lr")} == set(baseline.LEARNING_RATES)
-    assert {row["lr"] for row in results.rows if row["label"].startswith("epochs")} == {0.005}
-    assert all(not row["validation_fraction"] for row in results.rows if not row["label"].startswith("lr"))
-    options = sweep.parse(adaptive.EXPERIMENT, ["--results", str(tmp_path / "results")])
-    assert sweep.preset_of(options, root=options.results).lr == 0.005
-    results = carried_out(adaptive.EXPERIMENT, SMALL, tmp_path)
-    assert len(results.front.budgets) == len(baseline.BUDGETS)
-    assert results.over_front("linear").n == 2
-
-
 def test_runs_at_a_chosen_learning_rate_wait_for_the_choice(
     launches: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = Site(work=tmp_path / "work")
-    assert sweep.carry_out(pixels64.EXPERIMENT, REDUCED, site, root=tmp_path, only=["lr0.01", "full"]) == 0
+    assert sweep.carry_out(pixels64.EXPERIMENT, ONE, site, root=tmp_path, only=["lr0.01", "full"]) == 0
     assert "depend on these, which are not all there yet" in capsys.readouterr().err
     assert {row["label"] for row in KeptRuns(tmp_path / "pixels64").rows()} == {"lr0.01"}
-    assert sweep.carry_out(pixels64.EXPERIMENT, SMALL, site, root=tmp_path) == 0
+    assert sweep.carry_out(pixels64.EXPERIMENT, ONE, site, root=tmp_path) == 0
     chosen = max(pixels64.LEARNING_RATES)
     assert {row["lr"] for row in KeptRuns(tmp_path / "pixels64").rows() if row["label"] == "full"} <= {0.01, chosen}
 
@@ -356,11 +355,11 @@ def test_repeating_what_is_not_kept_or_lacks_its_files_is_refused(
     launches.clear()
     assert repeated("full-s7", tmp_path) == UsageError.exit_code
     assert "--repeat (full-s7) must name a run of" in capsys.readouterr().err
-    carried_out(adaptive.EXPERIMENT, dataclasses.replace(SMALL, weights="some.pt"), tmp_path / "other")
+    carried_out(adaptive.EXPERIMENT, dataclasses.replace(SMOKE, weights="some.pt"), tmp_path / "other")
     launches.clear()
-    assert repeated("full-s1", tmp_path / "other") == UsageError.exit_code
+    assert repeated("full-s0", tmp_path / "other") == UsageError.exit_code
     assert "wants --weights some.pt" in capsys.readouterr().err
     (tmp_path / "another.pt").write_bytes(b"")
-    assert repeated("full-s1", tmp_path / "other", "--weights", str(tmp_path / "another.pt")) == UsageError.exit_code
+    assert repeated("full-s0", tmp_path / "other", "--weights", str(tmp_path / "another.pt")) == UsageError.exit_code
     assert "must be next to some.pt" in capsys.readouterr().err
     assert launches == []

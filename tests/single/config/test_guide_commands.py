@@ -15,19 +15,26 @@ from tests.program import OFFLINE, ROOT, call, save_photos
 
 LEFT_OUT = {
     "doctor": "asks other machines",
+    "export": "tests/single/inference/test_exporting.py exports",
+    "report": "tests/single/report/test_report.py writes pages",
     "--track": "needs a library that is not installed",
     **dict.fromkeys(("hf:vit-base", "transformers"), "tests/single/model/test_hugging_face.py runs such models"),
 }
 """Words of commands that are only parsed here, and the reason."""
-SELDOM = {"docs/export.md", "docs/results.md", "docs/tables.md"}
+SELDOM = {"docs/results.md", "docs/tables.md"}
 """Pages whose commands load large libraries, or are similar to those of other pages."""
+SMALL_MODEL, WITH_LINEAR_LAYER = "mlp-8x8x8x8x8", "shufflenet_v2_x0_5"
 INSTEAD = {
     "DEFAULT": "none",
     "cifar10": "digits",
     "cifar100": "digits",
     "/scratch/cache": "cache",
-    "resnet18": "shufflenet_v2_x0_5",
-    "resnet110": "resnet20",
+    "resnet18": SMALL_MODEL,
+    "resnet20": SMALL_MODEL,
+    "resnet110": SMALL_MODEL,
+    "mlp-2048x2048": SMALL_MODEL,
+    "mlp-4096": "mlp-16",
+    "200": "9",
     "224": "32",
 }
 """Words of commands and their replacements, which need no network, no other data and little time."""
@@ -37,9 +44,9 @@ TABLES = {
 }
 """The header and the rows of labels.csv on a page."""
 SMALL = {
-    "": "--image-size 16 --model shufflenet_v2_x0_5",
-    "grid": "--image-size 16 --parts 1 --micro-batches 2",
-    "local-critics": "--image-size 16",
+    "": f"--image-size 16 --model {SMALL_MODEL}",
+    "grid": "--image-size 16 --parts 1 --micro-batches 2 --blocks hidden2,head",
+    "local-critics": f"--image-size 16 --parts 2 --blocks hidden2,head --model {SMALL_MODEL}",
     "stale-ring": "--parts 2 --data-dir text.txt --context 8",
     "text": "--data-dir text.txt --context 8",
 }
@@ -96,7 +103,8 @@ def save_material(page: str, folder: Path) -> None:
 
 def small(words: list[str]) -> list[str]:
     """Return a command with flags that make its run small."""
-    words = [INSTEAD.get(word, word) for word in words if word != "..."]
+    known = INSTEAD | {"resnet18": WITH_LINEAR_LAYER} if "mlp-4096" in words else INSTEAD
+    words = [known.get(word, word) for word in words if word != "..."]
     if words[0] not in RUNS or "--resume" in words:
         return words
     kind = words[words.index("--strategy") + 1] if "--strategy" in words else "text" if "text" in words else ""

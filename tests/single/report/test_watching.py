@@ -37,6 +37,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, place: Path, out: Path, *epochs: in
     return [*pages, (out / "index.html").read_text()]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_follows_a_run_from_before_its_first_epoch_to_its_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @functools.cache
 def words_of(name: str) -> Words:
     """Return the words of a page of results, which other pages use too."""
-    return PAGES[name].words(RESULTS)
+    words: Words = PAGES[name].words(RESULTS)
+    return words
 
 
 def parts(pages: Mapping[Path, str]) -> dict[str, str]:

@@ -46,16 +46,16 @@ from hvfreeze.runs.environment import describe_environment, facts_of_this_rank, 
 from hvfreeze.runs.progress import RunLogger
 from hvfreeze.runs.record import NullRecord
 from hvfreeze.runs.trackers import check_trackers
+from hvfreeze.samples.duplicates import conflict_of, overlap_of
+from hvfreeze.samples.opening import content_of, load_share, open_agreed_corpus
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import rows_evaluated
 from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.budget import Budget, Work, time_forward
-from hvfreeze.training.duplicates import conflict_of, overlap_of
 from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.parts import Factory
 from hvfreeze.training.recipes import first_part, named, planned
-from hvfreeze.training.samples import content_of, load_share, open_agreed_corpus
 from hvfreeze.training.start_notes import (
     notes_on_flips,
     notes_on_freezing,

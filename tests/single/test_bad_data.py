@@ -68,7 +68,7 @@ def test_a_class_of_which_no_image_is_left_is_told(tmp_path: Path) -> None:
 def test_a_damaged_image_that_is_streamed_is_named_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr("hvfreeze.samples.opening.memory_budget", lambda local_size: 0)
     photos = save_photos(tmp_path / "photos")
     image = photos / "test" / "b" / "02.png"
     whole = image.read_bytes()

@@ -26,6 +26,7 @@ LEVELS = [
         "model comm cache data runs",
         "freezing prefix heads optim",
         "strategies inference integration effects",
+        "samples",
         "training",
         "cli",
         "__main__",

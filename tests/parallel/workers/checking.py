@@ -22,9 +22,9 @@ from hvfreeze.model.narrow_resnets import NarrowResNet
 from hvfreeze.model.settings import TINY_LM
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.samples.opening import open_corpus
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.training import blueprint
-from hvfreeze.training.samples import open_corpus
 
 Network = Callable[[int], nn.Module]
 """The number of classes -> a network."""

@@ -31,7 +31,7 @@ from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
-from hvfreeze.training import samples
+from hvfreeze.samples import opening as samples
 from hvfreeze.training.settings import OptimizerConfig
 from tests.parallel.workers.checking import messages
 from tests.program import save_photos

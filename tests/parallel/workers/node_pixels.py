@@ -27,10 +27,11 @@ from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
 from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.samples import node_pixels
+from hvfreeze.samples import opening as samples
 from hvfreeze.strategies.opening import replicas_of
 from hvfreeze.strategies.settings import ReplicasConfig, StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training import node_pixels, samples
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10
 

@@ -16,7 +16,7 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.inference import normalisation
 from hvfreeze.inference.card import read_card, write_card
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
-from hvfreeze.training import samples
+from hvfreeze.samples import opening as samples
 from tests.program import call
 
 HALF, IMAGENET = ((0.5,) * 3, (0.5,) * 3), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -10,8 +10,8 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.samples.opening import open_agreed_corpus
 from hvfreeze.training.build import environment_of
-from hvfreeze.training.samples import open_agreed_corpus
 
 
 class First(SoloWorld):

@@ -18,7 +18,7 @@ from hvfreeze.data import overlap
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import ArraySource
-from hvfreeze.training.duplicates import duplicates_in_memory
+from hvfreeze.samples.duplicates import duplicates_in_memory
 from tests.program import succeed, summary_of
 
 TRAIN = ["train", "--model", "mlp-16x16", "--batch-size", "8", "--epochs", "1", "--threads", "1"]
@@ -61,7 +61,7 @@ def found_in(run: Path, flags: Sequence[str], words: str, key: str) -> Found:
 
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no image be kept in memory."""
-    monkeypatch.setattr("hvfreeze.training.samples.memory_budget", lambda local_size: 0)
+    monkeypatch.setattr("hvfreeze.samples.opening.memory_budget", lambda local_size: 0)
 
 
 def of(folder: Path) -> list[str]:
@@ -104,7 +104,7 @@ def test_of_streamed_images_a_few_files_are_read(tmp_path: Path, monkeypatch: py
         read.append([source.paths[row] for row in ids])
         return digests(source, ids)
 
-    monkeypatch.setattr("hvfreeze.training.duplicates.digests_of_files", counted)
+    monkeypatch.setattr("hvfreeze.samples.duplicates.digests_of_files", counted)
     [note], found = duplicates(tmp_path / "run", *of(folder))
     tested, trained, _ = read
     assert len(tested) == 5 and len(trained) < 16
@@ -184,7 +184,7 @@ def test_own_images_that_are_streamed_are_looked_at_too(
     stream(monkeypatch)
     monkeypatch.setattr(overlap, "MOST_DECODED", 4)
     if not decoded:
-        monkeypatch.setattr("hvfreeze.training.duplicates.samples_to_decode", None)
+        monkeypatch.setattr("hvfreeze.samples.duplicates.samples_to_decode", None)
     name = f"{__name__}:{made.__name__}"
     [note], found = duplicates(tmp_path / "run", "--data", name, "--data-dir", str(tmp_path))
     assert found == {"found": count, "compared": 4} and f"such as sample {first} = sample {second}:" in note
@@ -221,7 +221,7 @@ def test_images_that_differ_where_they_are_looked_at_first_are_not_digested(
         digested.extend(ids)
         return digests(pixels, ids)
 
-    monkeypatch.setattr("hvfreeze.training.duplicates.digests_in_memory", counted)
+    monkeypatch.setattr("hvfreeze.samples.duplicates.digests_in_memory", counted)
     folder = save_noise(tmp_path / "data")
     assert duplicates(tmp_path / "different", *of(folder)) == ([], None)
     assert digested == []
@@ -255,9 +255,9 @@ def test_of_very_many_equal_pictures_some_are_looked_at(tmp_path: Path, monkeypa
     folder = save_noise(tmp_path / "data")
     for number, name in ((1, "a"), (2, "a"), (2, "b"), (3, "b")):
         shutil.copy(folder / "train" / "b" / f"{number}.webp", folder / "train" / name / "again.webp")
-    monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 0)
+    monkeypatch.setattr("hvfreeze.samples.duplicates.MOST_HASHED_BYTES", 0)
     assert conflicts(tmp_path / "run", *of(folder)) == ([], None)
-    monkeypatch.setattr("hvfreeze.training.duplicates.MOST_HASHED_BYTES", 2**20)
+    monkeypatch.setattr("hvfreeze.samples.duplicates.MOST_HASHED_BYTES", 2**20)
     assert conflicts(tmp_path / "other", *of(folder))[1] == {"found": 2, "compared": 18}
 
 

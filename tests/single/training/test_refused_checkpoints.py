@@ -23,8 +23,8 @@ from hvfreeze.config.tree import from_dict
 from hvfreeze.data.decoding import Images
 from hvfreeze.runs import checkpoint_file as checkpoint
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
+from hvfreeze.samples.opening import load_share, open_corpus
 from hvfreeze.training import checkpoint as saving
-from hvfreeze.training.samples import load_share, open_corpus
 from tests.program import call, digest_of, save_photos, succeed, summary_of
 from tests.single.training.forging import Evil, forged, save_sections
 

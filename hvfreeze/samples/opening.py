@@ -28,9 +28,9 @@ from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.row_weights import class_weights, scaled_weights
 from hvfreeze.rules import rule
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.samples.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.strategies.opening import reads_images, replicas_of
 from hvfreeze.tasks import Classes, Numbers, Task
-from hvfreeze.training.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.wording import did_you_mean, first_few
 

@@ -16,7 +16,7 @@ from tests.parallel.workers.checking import let_models_be_small, small_shufflene
 from tests.parallel.workers.runs import Runs, stopped_solving
 
 MODEL = "shufflenet_v2_x0_5"
-SAMPLES, BATCH = 42, 8
+SAMPLES, BATCH = 130, 16
 SETTINGS: dict[str, Any] = {
     "model": MODEL,
     "train_samples": SAMPLES * 5 // 4,
@@ -41,7 +41,7 @@ def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(runs
     straight = runs("straight")
     kept = {"cache": "on", "cache_dir": str(root / "rows")}
     # While features are computed.
-    stopped_solving(runs, "stopped", when=lambda count, note: count > BATCH, **kept)
+    stopped_solving(runs, "stopped", when=lambda count, note: count > 2 * BATCH, **kept)
     same = {"resumed": runs("stopped", resume=True, **kept)}
     same["complete"] = runs("stopped", resume=True, **kept)
     same["reads"] = runs("reads", **kept)
@@ -63,7 +63,8 @@ def check_runs_that_solve_their_head_are_equal_cached_or_not_stopped_or_not(runs
     last = runs("last", head="last", augment="none", pool=None)
     assert straight["head"]["converged"] and straight["head"]["rows"] == 2 * SAMPLES
     assert last["head"]["rows"] == SAMPLES, "digits are not mirrored"
-    assert straight["test_accuracy"] > 0.3 and (straight["allreduce_bytes"] > 0) == (world.size > 1)
+    assert straight["test_accuracy"] > 0.4, straight["test_accuracy"]
+    assert straight["allreduce_bytes"] > 0
     assert straight["cut_history"] == [[0, 0, 1]] and straight["epochs"] == straight["steps"] == 0
     if world.rank == 0:
         model: Any = small_shufflenet(10)

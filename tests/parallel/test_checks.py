@@ -26,6 +26,17 @@ class Part(NamedTuple):
     """What opens the ranks' world; see rank.py."""
 
 
+CONTRACTS = {
+    "replicas": Part((2,), (3,)),
+    "grid": Part((3,), (4,)),
+    "local-sgd": Part((2,), (3,)),
+    "stale-ring": Part((3,), (1,)),
+    "local-critics": Part((3,), (1,)),
+    "subnets": Part((2,), (1, 4)),
+}
+"""Where others are needed: a chain of ranks has a middle at 3; one rank takes numbers of parts that several refuse."""
+
+
 PARTS = {
     "exchanging": Part((3,), (2, 4)),
     "invariants": Part((3,), (1, 2, 4)),
@@ -37,7 +48,7 @@ PARTS = {
     "judged": Part((2,), (3,)),
     "hub": Part((2,), (3,)),
     "updating": Part((3,), (2, 4)),
-    **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
+    **{f"contract:{name}": CONTRACTS.get(name, Part((2,), (4,))) for name in STRATEGIES},
     "grid": Part((4,), (2, 3)),
     "local_sgd": Part((3,), (2, 4)),
     "local_critics": Part((3,), (2, 4)),

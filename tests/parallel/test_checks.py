@@ -1,4 +1,4 @@
-"""What must hold at 1, 2, 3 and 4 ranks: every check of every worker, on ranks that stay; see standing.py."""
+"""What must hold at 1 to 4 ranks: every check of every worker, on ranks that stay; see standing.py."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ CONTRACTS = {
 PARTS = {
     "exchanging": Part((3,), (2, 4)),
     "invariants": Part((3,), (1, 2, 4)),
-    "runs": Part((1, 3), (2, 4)),
+    "alone": Part((1,)),
+    "runs": Part((2,), (4,)),
     "equal_runs": Part((3,)),
     "staged": Part((2,), (3, 4)),
     "cached": Part((2,), (3, 4)),
     "solved": Part((2,), (3,)),
     "judged": Part((2,), (3,)),
     "hub": Part((2,), (3,)),
-    "updating": Part((3,), (2, 4)),
+    "updating": Part((2,)),
     **{f"contract:{name}": CONTRACTS.get(name, Part((2,), (4,))) for name in STRATEGIES},
     "grid": Part((4,), (2, 3)),
     "local_sgd": Part((3,), (2, 4)),

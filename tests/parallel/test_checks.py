@@ -51,7 +51,7 @@ PARTS = {
     "updating": Part((2,)),
     **{f"contract:{name}": CONTRACTS.get(name, Part((2,), (4,))) for name in STRATEGIES},
     "grid": Part((4,), (2, 3)),
-    "local_sgd": Part((3,), (2, 4)),
+    "local_sgd": Part((3,)),
     "local_critics": Part((3,), (2, 4)),
     "subnets": Part((2,), (3, 4)),
     "redealt": Part((3,), (2, 4)),

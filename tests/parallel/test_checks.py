@@ -1,4 +1,4 @@
-"""What must hold at 1, 2, 3 and 4 ranks: every check of every worker, on ranks that stay; see standing.py."""
+"""What must hold at 1 to 4 ranks: every check of every worker, on ranks that stay; see standing.py."""
 
 from __future__ import annotations
 
@@ -26,20 +26,32 @@ class Part(NamedTuple):
     """What opens the ranks' world; see rank.py."""
 
 
+CONTRACTS = {
+    "replicas": Part((2,), (3,)),
+    "grid": Part((3,), (4,)),
+    "local-sgd": Part((2,), (3,)),
+    "stale-ring": Part((3,), (1,)),
+    "local-critics": Part((3,), (1,)),
+    "subnets": Part((2,), (1, 4)),
+}
+"""Where others are needed: a chain of ranks has a middle at 3; one rank takes numbers of parts that several refuse."""
+
+
 PARTS = {
     "exchanging": Part((3,), (2, 4)),
     "invariants": Part((3,), (2, 4)),
-    "runs": Part((1, 3), (2, 4)),
+    "alone": Part((1,)),
+    "runs": Part((2,), (4,)),
     "equal_runs": Part((3,)),
     "staged": Part((2,)),
     "cached": Part((2,), (3,)),
     "solved": Part((2,), (3,)),
     "judged": Part((2,), (3,)),
     "hub": Part((2,), (3,)),
-    "updating": Part((3,), (2, 4)),
-    **{f"contract:{name}": Part((3,), (1, 2, 4)) for name in STRATEGIES},
+    "updating": Part((2,)),
+    **{f"contract:{name}": CONTRACTS.get(name, Part((2,), (4,))) for name in STRATEGIES},
     "grid": Part((4,), (2,)),
-    "local_sgd": Part((3,), (2, 4)),
+    "local_sgd": Part((3,)),
     "local_critics": Part((2,), (3,)),
     "subnets": Part((2,), (3,)),
     "redealt": Part((3,), (2, 4)),

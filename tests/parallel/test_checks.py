@@ -51,7 +51,7 @@ PARTS = {
     "own_optimizer": Part((2,), start=SCRIPT),
     "own_drop_in": Part((2,), start=SCRIPT),
     "own_arguments": Part((2,), start=SCRIPT),
-    "own_scripts": Part((2,), start=SCRIPT),
+    "own_scripts": Part((), (2,), start=SCRIPT),
     "own_rest:not-yet": Part((), (2,), start="own_rest:not-yet"),
     "own_rest:started": Part((), (3,), start="own_rest:started"),
     "own_sets": Part((), (3,), start="own_rest:started"),
@@ -68,7 +68,6 @@ SELDOM = {
     "shared_trunk": ("a_resumed_run_is_the_uninterrupted_one",),
     "stale_ring": ("a_stopped_run_goes_on_bit_for_bit",),
     "own_arguments": ("every_optimizer_of_torch_steps_as_under_horovod",),
-    "own_scripts": ("a_cache_changes_no_bit_of_a_script",),
     "subnets": (
         "a_run_goes_on_in_the_middle_of_a_round",
         "a_run_that_left_at_the_end_of_an_epoch_is_evaluated_as_if_it_had_not",

@@ -19,7 +19,7 @@ def main() -> None:
     shared, found = Path(sys.argv[1]), {}
     places = {"shared": shared / "activations", "own": Path(os.environ["TMPDIR"]) / "activations"}
     for name, directory in places.items():
-        model, optimizer, _ = run_image(7, directory)
+        model, optimizer, _ = run_image(directory)
         optimizer.freezer.average_statistics()
         digest = check_replicas(model, optimizer.world, step=optimizer.freezer.step)
         files = sorted(path.name.rpartition("-")[2] for path in directory.glob("*.h5"))

@@ -31,6 +31,9 @@ def train(words: Sequence[str]) -> int:
         del os.environ[name]
     place = words.index("--run-dir") + 1
     own = [Path(words[place]), *(Path(words[place], f"copy{number}") for number in range(1, count))]
+    # A folder that holds a run is refused as a new run directory, so copy 0 begins first.
+    while copy > 0 and not (own[0] / "config.yaml").exists():
+        time.sleep(LOOK_SECONDS)
     code = main([*words[:place], str(own[copy]), *words[place + 1 :]])
     if code == 0 and copy == 0:
         # mpirun ends all of them when one fails.

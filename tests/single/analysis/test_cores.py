@@ -51,11 +51,13 @@ def test_ranks_share_one_batch_or_have_one_each_and_the_most_come_first() -> Non
 
 
 def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy 1 is done when copy 0 is; none of them knows of the others."""
+    """Copy 1 begins after copy 0 and is done when copy 0 is; none of them knows of the others."""
+    begun = tmp_path / "config.yaml"
 
     def program(words: list[str]) -> int:
         assert not any(name.startswith("OMPI_") for name in os.environ)
         folder = Path(words[words.index("--run-dir") + 1])
+        assert begun.exists()
         folder.mkdir(exist_ok=True)
         pace = 50.0 if folder == tmp_path else 40.0
         (folder / "metrics.jsonl").write_text("".join(f'{{"images_per_second": {pace + i}}}\n' for i in range(2)))
@@ -63,6 +65,7 @@ def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch:
         return 0
 
     monkeypatch.setattr(copies, "main", program)
+    monkeypatch.setattr(copies.time, "sleep", lambda seconds: begun.touch())
     monkeypatch.setattr(copies, "pin_or_exit", lambda rank: None)
     for rank in ("1", "0"):
         monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"})

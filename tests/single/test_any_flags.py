@@ -29,7 +29,7 @@ from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import Outcome, call
 
-FEW, MANY = 5, 2000
+FEW, MANY = 6, 2000
 MODEL = """
 from torch import nn
 

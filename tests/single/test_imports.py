@@ -60,16 +60,6 @@ def test_commands_that_load_torch_spare_it_the_collector(command: str, monkeypat
     assert call(*command.split()).returncode in (2, 3) and entered
 
 
-def test_torch_is_kept_from_the_collector() -> None:
-    script = (
-        "import gc, sys; from hvfreeze.cli import perform; from hvfreeze.errors import HvfreezeError\n"
-        "try: perform(['predict', 'nowhere', 'image.png'])\n"
-        "except HvfreezeError: print('torch' in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000)"
-    )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == "True True True"
-
-
 def test_a_module_is_imported_while_something_else_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

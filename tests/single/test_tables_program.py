@@ -135,6 +135,9 @@ def test_several_labels_and_numbers_are_trained_judged_predicted_and_exported(
     assert told.returncode == 0, str(told)
     rows = list(csv.DictReader((tmp_path / "answers.csv").read_text().splitlines()))
     assert [row["path"] for row in rows] == [str(tmp_path / f"{number:02d}.png") for number in range(48)]
+    if how == "one cell":
+        # Those of columns, once they are trained.
+        return
     exported = call("export", str(run), "--format", "torch")
     assert exported.returncode == 0, str(exported)
     program = torch.export.load(run / "model.pt2").module()

@@ -84,7 +84,7 @@ def prose(text: str) -> str:
         r"`[^`]*`",
         r"(?<=\])\([^)]*\)",
     )
-    for pattern in left_out:
+    for pattern in left_out if set("`<{(") & set(text) else ():
         text = re.sub(pattern, "", text)
     return re.sub(r"\s+", " ", text)
 

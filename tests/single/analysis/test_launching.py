@@ -14,10 +14,12 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.runs.reading import load_run
 from tests.program import succeed
 
+SMALL = {"freeze": "none", "model": "resnet20", "image_size": 16}
+
 
 @pytest.mark.seldom
 def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
-    planned, site = SMOKE.run("theirs", 0, {"freeze": "none"}, ranks=1, program="analysis.ddp"), Site(work=tmp_path)
+    planned, site = SMOKE.run("theirs", 0, SMALL, ranks=1, program="analysis.ddp"), Site(work=tmp_path)
     theirs = load_run(launch(planned, site, timeout=200.0))
     succeed(*flags_of(planned, site, tmp_path / "ours"))
     ours = load_run(tmp_path / "ours")

@@ -23,6 +23,8 @@ from tests.single.analysis.runs_material import carried_out
 
 MOST_SERIES, MOST_WORDS = 7, 40
 NAN = float("nan")
+OFTEN = ("adaptive", "strategies", "votes", "photographs")
+"""Pages whose figures are drawn each time: the front of an experiment, its own figures, and pages of no experiment."""
 INTERVAL = re.compile(r"\([^()]* to [^()]*\)")
 
 
@@ -52,7 +54,9 @@ def test_a_page_that_says_something_else_is_told_and_written_again(
         summary.guides_with({"other": ""}, summary.README)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.seldom) for name in PAGES]
+)
 def test_every_figure_is_readable_and_is_the_one_that_is_kept(name: str) -> None:
     drawn = PAGES[name].drawings(RESULTS)
     for title, figure in drawn.items():
@@ -80,13 +84,13 @@ def test_no_two_methods_have_one_colour() -> None:
     assert len(set(colours)) == len(colours)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_claims_with_n_limits_and_how_it_was_made(name: str) -> None:
-    text = (RESULTS / name / "README.md").read_text(encoding="utf-8")
-    assert "## Limits" in text and "- `python -m analysis." in text
-    for _, question, answer in pages.claims(text):
-        assert len(answer.split()) <= MOST_WORDS and len(INTERVAL.findall(answer)) <= 2, question
-        assert "n = " in answer or " of 3 runs" in answer, question
+def test_pages_have_claims_with_n_limits_and_how_they_were_made() -> None:
+    for name in PAGES:
+        text = (RESULTS / name / "README.md").read_text(encoding="utf-8")
+        assert "## Limits" in text and "- `python -m analysis." in text
+        for _, question, answer in pages.claims(text):
+            assert len(answer.split()) <= MOST_WORDS and len(INTERVAL.findall(answer)) <= 2, question
+            assert "n = " in answer or " of 3 runs" in answer, question
 
 
 def test_a_template_names_nothing_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

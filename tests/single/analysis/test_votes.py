@@ -187,6 +187,7 @@ def test_only_rules_that_differ_are_trained_with_and_nothing_is_made_twice(
 ) -> None:
     monkeypatch.setattr(votes, "trained", trained_by)
     monkeypatch.setattr(votes, "GROUPS", votes.GROUPS[:1])
+    monkeypatch.setattr(votes, "TRAINED_SKEWS", votes.TRAINED_SKEWS[:1])
     monkeypatch.setattr(votes, "SKEWS", {skew: SKEWS[skew] for skew in votes.TRAINED_SKEWS})
     logs = [a_run(skew, seed) for seed in range(SEEDS) for skew in votes.TRAINED_SKEWS]
     votes.write_logs(tmp_path / votes.EVIDENCE, logs)

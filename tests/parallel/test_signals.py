@@ -65,7 +65,7 @@ def ranks_that_notice(out: Path) -> int:
 
 
 def trains(out: Path) -> Callable[[], object]:
-    return lambda: (out / "run/metrics.jsonl").exists() and (out / "run/metrics.jsonl").stat().st_size
+    return lambda: checkpoint.newest(out / "run/checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_signal_to_a_launchers_process_reaches_the_ranks_or_ends_the_job(
             wait_until(lambda: ranks_that_notice(tmp_path) == 2, what="two ranks that have begun")
             assert not (tmp_path / "run").exists()
         else:
-            wait_until(trains(tmp_path), what="an epoch")
+            wait_until(trains(tmp_path), what="a checkpoint")
         # Ctrl-C in a terminal comes to the whole group; a shell that waits heeds none of its own.
         (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
     said = (tmp_path / "output").read_text()

@@ -13,7 +13,7 @@ from torch import nn
 
 from hvfreeze.cache.activations import PrefixActivations, permuted_batch_is_exact
 from hvfreeze.cache.file.reader import MappedRows
-from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, run_epoch
+from tests.single.cache.epochs import NUM_SAMPLES, OWNED_KEYS, begun, check_epoch, check_outputs, run_epoch
 from tests.single.cache.material import BATCH_ROWS, FrozenNet, batches_of, slow_down
 
 
@@ -138,3 +138,14 @@ def test_all_files_and_threads_are_let_go(tmp_path: Path) -> None:
         cached.close()
         cached = None
     assert (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_batches_in_another_order_than_announced_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, read_rate=2e7, write_rate=2e8)
+    net = FrozenNet()
+    cached = begun(net, tmp_path)
+    run_epoch(cached, batches_of(NUM_SAMPLES))
+    cached.announce(batches_of(NUM_SAMPLES, epoch=1))
+    batches = [*batches_of(NUM_SAMPLES, epoch=2), *batches_of(NUM_SAMPLES, epoch=1)]
+    check_outputs([cached.get(*batch) for batch in batches], net, 2, batches)
+    cached.close()

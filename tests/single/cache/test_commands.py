@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import h5py
 import pytest
 
 from hvfreeze.cache.commands import ls, rm, verify
+from hvfreeze.cache.file.reader import directory_bytes
 from hvfreeze.errors import RefusedError, UsageError
 from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
 
@@ -123,3 +124,42 @@ def test_a_directory_that_cannot_be_listed_is_refused_after_what_can_be_is_told(
     with pytest.raises(RefusedError, match=re.escape(f"{tmp_path / closed} cannot be listed (Permission denied)")):
         command(tmp_path)
     assert (whole.name in capsys.readouterr().out) == (closed == "below")
+
+
+def test_files_that_go_while_a_directory_is_looked_at_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = make_directory(tmp_path)
+    gone = whole.with_name(whole.name.replace("0of1", "1of2"))
+    temporary = gone.with_name(f"{gone.name}.tmp")
+    there = directory_bytes(tmp_path)
+    find = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [*find(folder, pattern), gone])
+    monkeypatch.setattr("hvfreeze.cache.commands._files", lambda directory: iter([gone, temporary, whole]))
+    assert directory_bytes(tmp_path) == there > 0
+    assert ls(tmp_path) == 0 and verify(tmp_path) == 0
+    assert gone.name not in capsys.readouterr().out
+    walk = os.fwalk
+
+    def walked(*where: Any, **how: Any) -> Iterator[Any]:
+        return ((folder, below, [*names, gone.name], opened) for folder, below, names, opened in walk(*where, **how))
+
+    monkeypatch.setattr(os, "fwalk", walked)
+    assert rm(tmp_path) == 0 and not whole.exists()
+    assert gone.name not in capsys.readouterr().out
+
+
+def test_rm_goes_on_after_a_file_that_may_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, partial = make_directory(tmp_path)
+    unlink = os.unlink
+
+    def refuse(name: str, **how: Any) -> None:
+        if name == whole.name:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        unlink(name, **how)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert rm(tmp_path) == 3 and whole.exists() and not partial.exists()
+    assert f"kept: it cannot be removed (Permission denied)  {whole}\n" in capsys.readouterr().out

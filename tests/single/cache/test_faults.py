@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvfreeze.cache.faults import CacheFault, CacheFull
 from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
-from tests.single.cache.material import fill, make_keys, make_rows, open_store, write_file
+from tests.single.cache.material import BATCH_ROWS, fill, make_keys, make_rows, open_store, slow_down, write_file
 
 
 @pytest.fixture
@@ -95,3 +96,56 @@ def test_the_budget_is_never_exceeded_over_files(tmp_path: Path) -> None:
     store = open_store(tmp_path, make_keys(40), shard="0of3", **options)
     store.delete()
     assert budget.used_bytes == directory_bytes(tmp_path)
+
+
+def test_a_disk_that_fills_up_before_allocation_is_a_clean_error(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvfreeze.cache.file.writer.free_bytes", lambda directory: 1 << 40)
+    keys = make_keys(500)
+    budget = Budget(1 << 40)
+    store = open_store(small_disk, keys, budget=budget)
+    with pytest.raises(CacheFull, match="No space left"):
+        fill(store, keys, make_rows(16, shape=(1 << 12,)))
+    assert list(small_disk.iterdir()) == [] and budget.used_bytes == 0
+
+
+def test_an_allocated_file_is_filled_although_the_disk_is_full_by_then(small_disk: Path) -> None:
+    keys, rows = make_keys(64), make_rows(64, shape=(1 << 12,))
+    store = open_store(small_disk, keys)
+    fill(store, keys[:16], rows[:16])
+    with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb") as filler:
+        while True:
+            filler.write(bytes(1 << 20))
+            filler.flush()
+    fill(store, keys, rows)
+    store.close()
+    ActivationFile(store.path).verify()
+
+
+def test_the_budget_counts_both_generations_while_a_file_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    budget = Budget()
+    first = open_store(tmp_path, keys, budget=budget)
+    fill(first, keys[:16], rows[:16])
+    first.close()
+    assert budget.used_bytes == directory_bytes(tmp_path)
+    slow_down(monkeypatch, write_rate=1e4)
+    second = open_store(tmp_path, keys, budget=budget)
+    fill(second, keys[16:32], rows[16:32])
+    assert budget.used_bytes == directory_bytes(tmp_path) > first.path.stat().st_size
+    second.close()
+    assert budget.used_bytes == directory_bytes(tmp_path) == first.path.stat().st_size
+
+
+def test_discarding_gives_back_disk_and_budget_and_rows_stay_readable(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    budget = Budget(1 << 30)
+    store = open_store(tmp_path, keys, budget=budget)
+    fill(store, keys[:BATCH_ROWS], rows[:BATCH_ROWS])
+    place = store.locate(keys[:BATCH_ROWS])
+    store.discard()
+    assert list(tmp_path.iterdir()) == [] and budget.used_bytes == 0
+    assert place is not None and torch.equal(store.read_at(place), rows[:BATCH_ROWS])

@@ -173,3 +173,30 @@ def test_an_old_file_makes_room_when_both_do_not_fit_the_budget(tmp_path: Path) 
         assert directory_bytes(tmp_path) <= budget.used_bytes <= size * 3 // 2
     assert cached.failed is None
     cached.close()
+
+
+def test_a_damaged_file_ends_a_run_that_is_to_stop(tmp_path: Path) -> None:
+    net = FrozenNet()
+    first = begun(net, tmp_path)
+    run_epoch(first, batches_of(NUM_SAMPLES))
+    first.close()
+    (path,) = tmp_path.glob("*.h5")
+    content = bytearray(path.read_bytes())
+    content[-500] ^= 1
+    path.write_bytes(content)
+    second = net.cached(tmp_path, on_failure="stop")
+    with pytest.raises(CacheFault, match=str(path)) as stopped:
+        net.begin(second, 2, OWNED_KEYS)
+    assert stopped.value.exit_code == 3
+    second.close()
+
+
+def test_a_file_that_comes_into_use_when_another_is_begun_is_compared(tmp_path: Path) -> None:
+    net = FrozenNet()
+    late = begun(net, tmp_path)
+    path = fill_with_other_rows(net, tmp_path, change=0.5)
+    check_epoch(late, net, batches_of(NUM_SAMPLES))
+    assert late.counters.rows_read == 0 and late.failed is None
+    check_epoch(late, net, batches_of(NUM_SAMPLES, epoch=1))
+    assert f"{path} refused: its fingerprint matches, but" in (late.failed or "")
+    late.close()

@@ -131,3 +131,30 @@ def test_a_refused_file_is_closed_once(tmp_path: Path) -> None:
         gc.collect()
         for other in others:
             os.close(other)
+
+
+def test_rows_that_were_never_written_are_not_served(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], rows[:16])
+    store.close()
+    file = ActivationFile(store.path)
+    assert sorted(file.keys) == keys[:16].tolist() and file.manifest.capacity == 40
+    assert read(open_store(tmp_path, keys), keys[16:32]) is None
+
+
+def test_a_damaged_row_reaches_no_reader_of_a_store(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    start, row_bytes = payload_of(path)
+    overwrite(path, start + 39 * row_bytes, b"\1")
+    store = open_store(tmp_path, make_keys(40))
+    with pytest.raises(CacheFault, match=rf"{path}.*damaged"):
+        read(store, make_keys(2))
+
+
+def test_a_deleted_file_stays_readable(tmp_path: Path) -> None:
+    path = write_file(tmp_path)
+    store = open_store(tmp_path, make_keys(40))
+    path.unlink()
+    found = read(store, make_keys(16))
+    assert found is not None and torch.equal(found, make_rows(40)[:16])

@@ -145,3 +145,13 @@ def test_a_run_that_has_read_inexact_rows_stays_inexact_when_they_are_gone(
         cached.begin_cut(0)
     assert cached.exact is not reads
     cached.close()
+
+
+def test_thawing_to_a_cut_that_was_never_cached_does_not_use_deeper_rows(tmp_path: Path) -> None:
+    net = FrozenNet()
+    cached = begun(net, tmp_path, 3)
+    check_epoch(cached, net, batches_of(NUM_SAMPLES))
+    net.begin(cached, 2, OWNED_KEYS)
+    check_epoch(cached, net, batches_of(NUM_SAMPLES))
+    cached.close()
+    assert len(list(tmp_path.iterdir())) == 1

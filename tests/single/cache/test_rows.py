@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.format import RowFormat, pack_keys, unpack_keys
 from tests.single.cache.material import (
     BATCH_ROWS,
@@ -18,6 +19,7 @@ from tests.single.cache.material import (
     read,
     same_bits,
     slow_down,
+    write_file,
 )
 
 LAYOUTS = {
@@ -93,3 +95,21 @@ def test_keys_keep_ids_and_views_apart() -> None:
     for bad in (([-1], [0]), ([1 << 47], [0]), ([0], [65536]), ([0], [-1]), ([0, 1], [0])):
         with pytest.raises(ValueError, match="view"):
             pack_keys(np.array(bad[0]), np.array(bad[1]))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_narrower_rows_come_back_rounded_in_the_computed_type(stored: torch.dtype, tmp_path: Path) -> None:
+    rows, keys = make_rows(32, shape=(3, 2, 2)).contiguous(memory_format=torch.channels_last), make_keys(32)
+    store = open_store(tmp_path, keys, stored=stored)
+    fill(store, keys, rows)
+    found = read(store, keys[:BATCH_ROWS])
+    assert found is not None and same_bits(found, rows[:BATCH_ROWS].to(stored).float())
+    assert store.row is not None and store.row.row_bytes == 24
+
+
+def test_rows_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write_file(tmp_path, num_rows=20)
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    with pytest.raises(CacheFault, match="rows of"):
+        store.append(keys[20:36], make_rows(BATCH_ROWS, shape=(5,)))

@@ -204,3 +204,16 @@ def test_a_process_killed_at_any_write_leaves_what_was_there_or_a_complete_file(
             store.path.write_bytes(before)
     assert list(tmp_path.iterdir()) == [store.path]
     assert found[-1] == 40 and len(found) > 15 and set(found[:-1]) == {present, 40}
+
+
+def test_a_file_whose_builder_is_gone_is_built_after_the_next_look(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first, second = open_store(tmp_path, keys), open_store(tmp_path, keys)
+    fill(first, keys[:16], rows[:16])
+    assert fill(second, keys, rows) == 0
+    first.discard()
+    assert fill(second, keys, rows) == 0
+    second.refresh()
+    assert fill(second, keys, rows) == 40
+    second.close()
+    assert list(tmp_path.iterdir()) == [second.path]

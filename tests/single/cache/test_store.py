@@ -105,3 +105,16 @@ def test_plain_h5py_reads_the_file_as_documented(tmp_path: Path) -> None:
         manifest = json.loads(bytes(file["manifest"][:]))
         assert manifest["identity"] == make_fingerprint().fields and manifest["rows"] == 16
         assert file.attrs["format"] == b"hvfreeze activation cache" and file.attrs["cut"] == b"2"
+
+
+def test_a_partial_file_of_other_batch_rows_stays_inexact_when_it_is_completed(tmp_path: Path) -> None:
+    keys, rows = make_keys(40), make_rows(40)
+    first = open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2))
+    fill(first, keys[:16], rows[:16])
+    first.close()
+    second = open_store(tmp_path, keys)
+    fill(second, keys, rows)
+    assert not second.exact
+    second.close()
+    assert not open_store(tmp_path, keys).exact
+    assert not open_store(tmp_path, keys, fingerprint=make_fingerprint(threads=2)).exact

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,16 @@ def test_a_file_renamed_or_removed_is_looked_at_again_once_and_goes_on_being_rea
         found = read(store, KEYS[16:32])
         assert found is not None and torch.equal(found, ROWS[16:32])
     assert looked == [0], "the only range is read once more, and not for each batch"
+
+
+def test_a_full_disk_lets_rows_be_read_but_not_those_that_anybody_can_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**where: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    prepare_directory(tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(CacheFault, match="any user may replace"):
+        prepare_directory(tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.low_rank import LowRankBucket, Send, Wait, fits, matrix_shape, place_in
+from hvfreeze.comm.low_rank import LowRankBucket, Send, Wait, fits, place_in
 from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
@@ -202,7 +202,8 @@ def lay_out(
         before: factor of gradients before they are summed; None divides by `size`. Low rank always divides.
     """
     kind, columns = parse_compression(compression)
-    thin, whole = split_by_compression(named, compression)
+    thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=columns)]
+    whole = sorted(set(range(len(named))) - set(thin))
     half = partial(Fp16Compressor, rank=rank, size=size, exponents=exponents) if kind == "fp16" else None
     buckets: list[Bucket] = [
         LowRankBucket(
@@ -227,13 +228,6 @@ def lay_out(
             FlatBucket(f"{title}gradients.{number}", own, flat, views, copy, 1 / size if before is None else before)
         )
     return buckets
-
-
-def split_by_compression(named: Named, compression: str) -> tuple[list[int], list[int]]:
-    """Return the slots of parameters that are sent as low-rank matrices, and all other slots."""
-    kind, rank = parse_compression(compression)
-    thin = [slot for slot, (_, one) in enumerate(named) if kind == "powersgd" and fits(one, rank=rank)]
-    return thin, sorted(set(range(len(named))) - set(thin))
 
 
 def groups_of(named: Named, slots: Sequence[int], *, group_bytes: int) -> list[list[int]]:
@@ -269,30 +263,6 @@ def check_types(named: Named) -> None:
                 "float64 gradients can be averaged over ranks; keep the parameters in float32 and compute under "
                 "autocast"
             )
-
-
-@dataclass(frozen=True)
-class Message:
-    """Bytes of the first allreduce of a bucket, and of the second one."""
-
-    slots: Sequence[int]
-    first_bytes: int
-    second_bytes: int = 0
-
-
-def messages_of(named: Named, *, compression: str, size: int, bucket_bytes: int) -> list[Message]:
-    """Return the messages that a rank sends in a step, in order: the sizes of the buckets of `lay_out`."""
-    kind, rank = parse_compression(compression)
-    thin, whole = split_by_compression(named, compression)
-    messages = []
-    for group in groups_of(named, thin, group_bytes=bucket_bytes):
-        shapes = [matrix_shape(named[slot][1]) for slot in group]
-        messages.append(Message(group, *(4 * rank * sum(side) for side in zip(*shapes, strict=True))))
-    for run in runs_of(named, whole, bucket_bytes=bucket_bytes):
-        full = sum(named[slot][1].nbytes for slot in run)
-        elements = sum(named[slot][1].numel() for slot in run)
-        messages.append(Message(run, 2 * (elements + size) if kind == "fp16" else full))
-    return messages
 
 
 class GradientExchange:

@@ -9,7 +9,6 @@ is copied back.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -67,8 +66,6 @@ class Reducer:
     """Backward passes between `begin` and `finish`; gradients are accumulated and exchanged once."""
     bucket_bytes: int = BUCKET_BYTES
     piece_bytes: int = PIECE_BYTES
-    ready_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds from the begin of the last backward pass to each parameter's gradient, in the last step."""
     payload_bytes: int = 0
     """Gradient bytes that this rank has passed to Horovod so far."""
     other_bytes: int = 0
@@ -100,7 +97,6 @@ class Reducer:
     """Hash of the names and order of the carried parameters, below 2^24."""
     _signals: Tensor | None = None
     _handle: Any = None
-    _since: float = 0.0
 
     def __post_init__(self) -> None:
         self._exchange = GradientExchange(self.world, piece_bytes=self.piece_bytes)
@@ -145,7 +141,6 @@ class Reducer:
             nonfinite: the loss of a backward pass of this rank is NaN or Inf.
             leave: this rank was asked to leave after this step.
         """
-        self._since = time.perf_counter()
         values = [int(nonfinite), int(leave), self._set_hash, self._set_hash**2]
         self._signals = torch.tensor(values, dtype=torch.int64)
         self._handle = self.world.start_allreduce_(self._signals, name=f"{self.title}step.signals")
@@ -318,7 +313,6 @@ class Reducer:
             self.signal()
         gradient = parameter.grad
         assert gradient is not None
-        self.ready_seconds[self.carried[slot][0]] = time.perf_counter() - self._since
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if self.observer is not None:
             self.observer(slot, dense)

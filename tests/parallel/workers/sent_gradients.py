@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvfreeze.comm.gradient_exchange import messages_of
 from hvfreeze.comm.horovod_world import open_world
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
+from tests.messages import messages_of
 
 COMPRESSIONS = ("none", "fp16", "powersgd:32", "powersgd:8")
 STEPS = 4
@@ -52,7 +52,7 @@ def counted(world: World, compression: str, idle_rate: float) -> dict[str, float
     after, end = settled(world)
     wire = (after - before - idle_rate * (end - start)) / STEPS
     messages = messages_of(named, compression=compression, size=world.size, bucket_bytes=reducer.bucket_bytes)
-    formula = sum(message.first_bytes + message.second_bytes for message in messages)
+    formula = sum(map(sum, messages))
     return {"formula": formula, "handed": (reducer.payload_bytes - first) / STEPS, "wire": wire}
 
 

@@ -126,7 +126,7 @@ def check_a_stopped_run_goes_on_bit_for_bit(trial: Trial) -> None:
     let_runs_build(with_dropout)
     given = {"critic_every": 2, "schedule": "cosine", "optimizer": "adamw", "lr": 1e-3, "clip_grad": 1.0}
     # Ranks leave in the same step of the second epoch on every size, some steps after they were asked to.
-    stop, configure = STEPS + 1 - trial.world.size, partial(trial.config, **given)
+    stop, configure = STEPS + 2 - trial.world.size, partial(trial.config, **given)
     straight = see_that_stopped_runs_go_on(
         configure, trial.world, [stop], part="critics", without=["other_collective_bytes"]
     )

@@ -32,10 +32,10 @@ demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, and 
 # keep what it compiles, each process that tests start would compile the library again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
-test: check ## the checks, every test of one process, one test with ranks for each guarantee: 15 minutes on two cores
+test: check ## the checks, every test of one process, one test with ranks for each guarantee: 9 minutes on two cores
 	$(PYTEST) --junitxml=build/tests/first.xml tests/parallel tests/single $(ARGS)
 
-test-all: test ## the same, then all other tests
+test-all: test ## the same, then all other tests: 20 minutes on two cores
 	$(PYTEST) --junitxml=build/tests/rest.xml -m "seldom and not torture" tests/parallel tests/single
 	@$(RUN) tests.closing_line build/tests/first.xml build/tests/rest.xml
 

@@ -33,11 +33,10 @@ demo: setup ## fine-tune with 2 ranks: in full, frozen by vote, cached too, and 
 PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 test: check ## the checks, every test of one process, one test with ranks for each guarantee: 9 minutes on two cores
-	$(PYTEST) --junitxml=build/tests/first.xml tests/parallel tests/single $(ARGS)
+	$(PYTEST) tests/parallel tests/single $(ARGS)
 
-test-all: test ## the same, then all other tests: 20 minutes on two cores
-	$(PYTEST) --junitxml=build/tests/rest.xml -m "seldom and not torture" tests/parallel tests/single
-	@$(RUN) tests.closing_line build/tests/first.xml build/tests/rest.xml
+test-all: check ## the same, and all other tests: 20 minutes on two cores
+	$(PYTEST) -m "not torture" tests/parallel tests/single $(ARGS)
 
 check: setup ## formatting, lint and types
 	$(RUN) ruff format --check .

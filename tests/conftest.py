@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
-STANDING, OWN, SINGLE = range(3)
+OWN, STANDING, SINGLE = range(3)
 CORES_OF_A_JOB = 4
 LATER = 10
 """Niceness of tests without ranks."""
@@ -28,7 +28,7 @@ PARALLEL = Path(__file__).with_name("parallel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts tests so that ranks stand as long as they can: by their number; then jobs of their own; then others."""
+    """Sorts tests: jobs of their own, beside which others find time; standing ranks, by their number; then others."""
     items.sort(key=_place)
 
 

@@ -323,7 +323,7 @@ def check_what_a_script_averages_itself_is_not_frozen_and_a_loss_keeps_a_gradien
 def check_a_later_optimizer_has_the_parameters_of_an_earlier_one(world: World) -> None:
     model = three_layers()
     earlier = wrap(model, world, settings=EVERY_TWO)
-    train(model, [earlier], world, steps=10)
+    train(model, [earlier], world, steps=20)
     assert earlier.freezer.cut == 2 and not model[1].training
     later = wrap(model, world)
     assert model[0].weight.requires_grad and model[1].training

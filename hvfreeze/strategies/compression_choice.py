@@ -189,7 +189,8 @@ class CompressionChoice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a choice; call it before the reducer's state is loaded, and after the clock's."""
         self._spent = self._clock.read()
-        if state.get("trial") is None:
+        # Checkpoints of earlier versions have predictions instead: the choice is made again.
+        if state.get("trial") is None or "candidates" not in state:
             return
         self._trial, self._candidates = Trial(**state["trial"]), tuple(state["candidates"])
         self._tried = [(step, waiting) for step, waiting in state["tried"]]

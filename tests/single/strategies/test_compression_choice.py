@@ -1,4 +1,4 @@
-"""Compressions that are tried: which are, which is kept, and a trial that goes on where it stopped."""
+"""The trial of gradient compressions: its order, its choice, its state, and what the log says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvfreeze.strategies.compression_choice import CANDIDATES, ROUNDS, TRIED_STE
 
 
 def in_rounds(taken: dict[str, list[float]]) -> tuple[str, list[str]]:
-    """Return what is kept of compressions that take other seconds in every round, and what was tried, in order."""
+    """Return the choice if steps take these seconds in each round, and the order of the trial."""
     trial, met = Trial(list(taken)), []
     while not trial.over:
         name = trial.now
@@ -193,3 +193,13 @@ def test_the_seconds_before_a_stop_are_no_part_of_a_step(made: int) -> None:
     job.go(90)
     assert job.reducer.compression == "powersgd:16"
     assert max(job.choice.report()["exchange"]["tried"].values()) < 2.0
+
+
+def test_a_checkpoint_of_an_earlier_version_makes_the_choice_again() -> None:
+    job = Job()
+    job.reducer.steps = 40
+    job.choice.load_state_dict(
+        {"trial": {"names": ["none", "fp16"], "rounds": [{"none": 1.0}]}, "trying": [], "moved": False}
+    )
+    job.go(1 + TRIED_STEPS * ROUNDS * len(CANDIDATES))
+    assert job.reducer.compression == "powersgd:16"

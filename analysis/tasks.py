@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 from analysis.sweeps.charts import Way, ways_chart
 from analysis.sweeps.experiment import Experiment
+from analysis.sweeps.kept import Row
 from analysis.sweeps.pages import Words
 from analysis.sweeps.presets import PlannedRun, Preset, Value
 from analysis.sweeps.results import MissingError, Results
@@ -52,8 +53,8 @@ FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EP
 SOLUTION, TUNED, WHOLE = "hvfreeze auto --epochs 1", "hvfreeze auto", f"full fine-tuning, {EPOCHS} epochs"
 """Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
-LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
-FULLS = {"full": WHOLE, "full16": LONGER}
+LONGER, LOWER = (f"full fine-tuning, {2 * EPOCHS} epochs{rate}" for rate in ("", " at a fifth of the learning rate"))
+FULLS = {"full": WHOLE, "full16": LONGER, "full16low": LOWER}
 """Label of a way of full fine-tuning -> what a reader knows it by."""
 
 
@@ -82,6 +83,7 @@ class Task:
         """Return the flags of all methods, except those of data and model."""
         full, fewer = {**FULL, "batch_size": self.batch, **self.full}, () if self.folder else FEWER
         fulls = {full_of(epochs): {**full, "epochs": epochs} for epochs in (EPOCHS, 2 * EPOCHS, *fewer)}
+        fulls["full16low"] = {**fulls["full16"], "lr": float(full["lr"]) / 5}
         autos = {"auto": AUTO, "auto1": SOLVED}
         return {**autos, **fulls, **{f"auto{epochs}": {**AUTO, "epochs": epochs} for epochs in fewer}}
 
@@ -181,13 +183,21 @@ def flags_of(name: str, way: str) -> dict[str, Value]:
 
 
 def paced_results(results: Results) -> Results:
-    """Return the results with `paced` epochs, and what followed them."""
-    rows = []
+    """Return the results with `paced` epochs, and what followed them.
+
+    Full fine-tuning at the lower rate has the time of that at the higher one, whose work is the same.
+    """
+    rows: list[Row] = []
     for row in results.rows:
         run = results.runs[str(row["run"])]
         # A last trial is judged after the last epoch's line.
         after = max(0.0, run.train_seconds - sum(line["train_seconds"] for line in run.metrics))
         rows.append({**row, "train_seconds": sum(paced(run)) + after})
+    known = {(row["label"], row["seed"]): row for row in rows}
+    for row in rows:
+        if row["label"].endswith("-full16low"):
+            alike = known[row["label"].removesuffix("low"), row["seed"]]
+            row |= {"train_seconds": alike["train_seconds"], "timed_by": results.machine(alike)}
     return replace(results, rows=rows)
 
 
@@ -243,6 +253,13 @@ def found(results: Results, name: str) -> str:
 def full_ways(results: Results, name: str) -> dict[str, str]:
     """Return the labels of full fine-tuning that a task has rows of, and their names for readers."""
     return {f"{name}-{way}": called for way, called in FULLS.items() if results.has(f"{name}-{way}")}
+
+
+def best_full(results: Results, name: str, ways: Sequence[str] = tuple(FULLS)) -> str:
+    """Return the label of the most accurate way of full fine-tuning, on the seeds that all these ways have."""
+    labels = [label for label in full_ways(results, name) if label.removeprefix(f"{name}-") in ways]
+    shared = set.intersection(*(set(results.values(label, "test_accuracy")) for label in labels))
+    return replace(results, rows=[row for row in results.rows if row["seed"] in shared]).most_accurate(labels)
 
 
 def paired(results: Results, way: str) -> Iterator[tuple[str, int, str, str]]:
@@ -340,13 +357,12 @@ def timed_with(results: Results, label: str, against: str) -> Results:
 
 def words(results: Results) -> Words:
     own = paced_results(results)
-    methods = {
-        name: getattr(own, name) for name in ("accuracy", "time", "change", "gain", "difference", "most_accurate")
-    }
+    methods = {name: getattr(own, name) for name in ("accuracy", "time", "change", "gain", "difference")}
     return {
         **methods,
         "tasks": TASKS,
         "full_ways": lambda name: full_ways(own, name),
+        "best_full": lambda name, ways=tuple(FULLS): best_full(own, name, ways),
         "reached": lambda label, against: reached(own, label, against),
         "faster": lambda label, against: timed_with(own, label, against).gain(label, against),
         "found": lambda name: found(results, name),
@@ -376,7 +392,7 @@ def drawings(results: Results) -> Mapping[str, Figure]:
         if task.folder is None:
             fulls, auto = list(full_ways(own, name)), f"{name}-auto"
             panels[task.words] = [
-                Way(TUNED, points(f"{name}-auto1", auto, against=own.most_accurate(fulls))),
+                Way(TUNED, points(f"{name}-auto1", auto, against=best_full(own, name))),
                 Way("full fine-tuning", points(*fulls, against=auto)),
             ]
     return {"tasks": ways_chart(panels, reference="full fine-tuning", ours=[TUNED])}

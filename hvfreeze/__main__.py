@@ -87,6 +87,15 @@ def train(arguments: Sequence[str]) -> int:
 def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     """Train; append each signal that asks this rank to leave to `asked`."""
     started = time.monotonic()
+    from hvfreeze.comm.mpi_environment import claimed_tasks
+    from hvfreeze.config.flags import configuration
+
+    def understood() -> Config:
+        return configuration(parse(arguments))
+
+    if claimed_tasks(os.environ)[0] == 1:
+        # A usage error is reported before torch is imported, which takes seconds. Several ranks report it once, below.
+        understood()
     with kept_for_good():
         from hvfreeze.comm.agreement import raise_on_all_ranks
         from hvfreeze.comm.horovod_world import open_world
@@ -99,11 +108,6 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
     try:
         with kept_for_good():
             from hvfreeze.training.run import run
-
-        from hvfreeze.config.flags import configuration
-
-        def understood() -> Config:
-            return configuration(parse(arguments))
 
         config = raise_on_all_ranks(world, understood, name="configuration")
         summary = run(config, world, asked=asked, started=started)

@@ -27,6 +27,14 @@ def test_what_is_imported_is_looked_at_neither_now_nor_later() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "True True True\n"
 
 
+def test_a_usage_error_is_reported_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from hvfreeze.__main__ import main\n"
+        "print([main(words.split()) for words in ('train --cut 1', 'auto', 'train --lr -1')], 'torch' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[2, 2, 2] False\n"
+
+
 def test_where_nothing_is_left_to_import_nothing_is_kept() -> None:
     before = gc.get_freeze_count()
     with kept_for_good():
@@ -45,7 +53,7 @@ def test_a_collector_that_is_off_stays_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["predict nowhere image.png", "evaluate nowhere", "export nowhere", "blocks none", "train --cut 1"]
+    "command", ["predict nowhere image.png", "evaluate nowhere", "export nowhere", "blocks none", "auto nowhere"]
 )
 def test_commands_that_load_torch_spare_it_the_collector(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []

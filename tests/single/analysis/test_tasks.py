@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +45,15 @@ def test_a_turned_image_is_in_the_folder_of_its_angle(tmp_path: Path, monkeypatc
 
 def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:
     planned = tasks.runs(REDUCED)
-    ways = ["auto", "auto1", "full", "full16", "full2", "full4", "auto2", "auto4", "auto8"]
-    assert [run.name for run in planned[:9]] == [f"photographs-{way}-s0" for way in ways]
-    assert planned[9].name == "counting-auto-s0"
+    ways = ["auto", "auto1", "full", "full16", "full2", "full4", "full16low", "auto2", "auto4", "auto8"]
+    assert [run.name for run in planned[:10]] == [f"photographs-{way}-s0" for way in ways]
+    assert planned[10].name == "counting-auto-s0"
     site = Site(work=Path("work"), data_dir=Path("/data"), weights=Path("/kept/resnet18-cifar100-32px-fp16.pt"))
     command = command_of(planned[0], site, Path("work/a"))
     assert command[command.index("auto") + 1] == "/data/photographs"
     assert command[command.index("--weights") + 1] == "/kept/efficientnet-lite0-imagenet-fp16.pt"
     few = [run for run in planned if run.label.startswith("few-counting-") and run.seed == planned[0].seed]
-    assert [run.label.rpartition("-")[2] for run in few] == ["auto", "auto1", "full", "full16"]
+    assert [run.label.rpartition("-")[2] for run in few] == ["auto", "auto1", "full", "full16", "full16low"]
     command = command_of(few[0], site, Path("work/a"))
     assert command[command.index("auto") + 1] == "/data/counting"
     assert command[command.index("--train-samples") + 1] == "600"
@@ -80,6 +81,9 @@ def results_of(folder: Path, *, worse: float) -> Results:
             summary["test_accuracy"] = 0.9 - worse - 0.01 * run.seed
             slow(run_dir / "metrics.jsonl", epoch=1, times=20.0)
         else:
+            if run.label == "counting-full16low":
+                for epoch in range(len((run_dir / "metrics.jsonl").read_text().splitlines())):
+                    slow(run_dir / "metrics.jsonl", epoch=epoch, times=7.0)
             summary["test_accuracy"] = 0.9 - (worse if run.label == "counting-auto2" else 0.0)
         path.write_text(json.dumps(summary))
         kept.keep(run_dir, run, source="abc")
@@ -105,3 +109,17 @@ def test_an_epoch_that_was_slowed_down_counts_at_the_pace_of_the_others(tmp_path
     others = [usual] * (len(run.metrics) - 2)
     assert tasks.paced(run) == pytest.approx([usual, usual + judging, *others]), "updates keep their own seconds"
     assert tasks.paced_results(results).rows[0]["train_seconds"] == pytest.approx(usual * len(run.metrics) + judging)
+
+
+def test_the_better_learning_rate_is_chosen_on_seeds_of_both_and_has_the_time_of_equal_work(tmp_path: Path) -> None:
+    results = results_of(tmp_path, worse=0.0)
+    high, low = "counting-full16", "counting-full16low"
+    rows = [row for row in results.rows if row["label"] != low or row["seed"] == 0]
+    for row in rows:
+        if row["label"] in (high, low):
+            # The higher rate is more accurate on average, the lower one on the seed that both have.
+            row["test_accuracy"] = {(high, 0): 0.5, (high, 1): 0.9, (low, 0): 0.6}[row["label"], row["seed"]]
+    results = replace(results, rows=rows)
+    assert tasks.best_full(results, "counting", ("full16", "full16low")) == low
+    paced = tasks.paced_results(results)
+    assert paced.values(low, "train_seconds") == {0: paced.values(high, "train_seconds")[0]}

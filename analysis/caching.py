@@ -146,7 +146,7 @@ def drawings(results: Results) -> Mapping[str, Figure]:
 
 
 def epochs_chart(results: Results) -> Figure:
-    """Return the training time of each epoch with and without a cache, and what is left when reading costs nothing."""
+    """Return the training time of each epoch with and without a cache, and the time left if reading were free."""
 
     def by_epoch(label: str, seconds_of: Callable[[Mapping[str, Any]], float]) -> dict[int, Interval]:
         columns = zip(*(run.metrics for run in results.runs_of(label)), strict=True)

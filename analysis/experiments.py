@@ -35,7 +35,7 @@ OTHERS = (pixels64, tasks, script_heads, cache_benefit, cores, strategies)
 EVERY = (*EXPERIMENTS, *peers.EXPERIMENTS.values(), *(module.EXPERIMENT for module in OTHERS))
 """All that are runs of the program."""
 PAGES = {page.name: page for page in (*(each.page for each in EVERY), votes.PAGE, photographs.PAGE)}
-"""All pages of results that are made of what is kept, by name."""
+"""All pages of results, by name."""
 INTERRUPTED = 130
 
 

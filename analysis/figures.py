@@ -1,4 +1,4 @@
-"""Draws the figures of all pages from what is kept, and writes the pages and the parts of the guides again.
+"""Draws all figures from the kept runs, and writes the pages and the generated parts of the guides.
 
 python -m analysis.figures                  in analysis/results, README.md and docs/
 python -m analysis.figures --out DIR        the figures alone, as DIR/NAME/figures/*.svg; nothing is written elsewhere

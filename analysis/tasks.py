@@ -234,7 +234,7 @@ def stages_of(run: Run) -> list[dict[str, Any]]:
     verbs, found = summary.get("verbs", []), []
     for entry, following in zip(verbs, [*verbs[1:], {"verb": ""}], strict=True):
         if entry["verb"] == "tune":
-            # What only a probe judges is a trial.
+            # Steps that only a probe follows are a trial.
             name = TRY if following["verb"] == "probe" else "tune"
             found.append({"stage": name, "steps": entry["value"]["steps"]})
         elif entry["verb"] == "solve":

@@ -3,7 +3,7 @@
     python -m analysis.votes --log --replay --train
 
 What every rank observes in runs in which nothing freezes; all rules of voting replayed on it; runs with the rules that
-then differ from the default. Each may be asked for alone, no data are needed, and what is there is not made again.
+then differ from the default. Each may be asked for alone, no data are needed, and finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def train_missing(folder: Path, *, seeds: Iterable[int] = TRAINED_SEEDS) -> None
                 named = (rule.criterion, rule.min_gain, rule.name, skew, seed)
                 if named in there:
                     continue
-                # What a rule would repeat: on a run's evidence it decides, interval by interval, as was decided.
+                # The rule repeats the run: on its evidence it makes the same decision in every interval.
                 log = next((log for log in made if replayed(rule, log) == log["cuts"]), None)
                 if log is None:
                     log = trained(skew, seed, Voting(rule, made[0]).decide)

@@ -412,7 +412,7 @@ class PrefixActivations:
             return []
         wanted = store.owned_keys if everything else np.unique(np.concatenate(batches))
         missing: Keys = wanted[store.missing_owned(wanted)]
-        # Those that a forward can start from at the same cut come together, the deepest first.
+        # Rows that start from the same stored cut come together, the deepest cut first.
         depths = np.zeros(len(missing), np.int64)
         for source in self._levels.below(store):
             depths[~source.missing(missing)] = source.cut

@@ -146,7 +146,7 @@ class Levels:
         return count
 
     def discard(self) -> None:
-        """Remove what is not published, and stop using all stores."""
+        """Remove unpublished files, and close all stores."""
         for store in self._all():
             store.discard()
         self.current, self._sources = None, ()

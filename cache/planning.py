@@ -178,7 +178,7 @@ def forecast(rank: CostMeasurement) -> Forecast:
         again = min(length - here, unread[view])
         unread[view] -= again
         total.read_later += there[view] * again
-        # What an epoch has stored is not met again in that epoch.
+        # An epoch does not read rows that it stored itself.
         there[view] += stored
     return total
 

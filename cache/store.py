@@ -330,7 +330,7 @@ class Store:
                 part.delete(self._budget)
 
     def discard(self) -> None:
-        """Stop and remove what is not published yet, ignoring its errors."""
+        """Stop, and remove unpublished files. Errors are ignored."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with contextlib.suppress(CacheFault):

@@ -157,7 +157,7 @@ def timeline(name: str, rows: dict[str, list[Task]], *, legend: dict[str, str]) 
 
 
 def data_parallel() -> None:
-    """Draw a step of two replicas; buckets of gradients travel while the backward pass goes on."""
+    """Draw a step of two replicas; buckets of gradients are sent during the backward pass."""
     step = [(0.0, 1.0, "forward", FORWARD), (1.0, 2.2, "backward", BACKWARD), (3.9, 0.9, "update", UPDATE)]
     sums = [(1.5, 0.7, "1", EXCHANGE), (2.3, 0.7, "2", EXCHANGE), (3.1, 0.7, "3", EXCHANGE)]
     timeline(

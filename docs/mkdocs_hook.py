@@ -46,7 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return a page with its links as they are on the site, and with what is made from the code."""
+    """Return a page with the site's links and with the parts that are generated from the code."""
     site = page.file.src_uri
     source = SOURCES.get(site, f"docs/{site}")
     parts = FENCE.split(markdown)

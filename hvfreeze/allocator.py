@@ -65,7 +65,7 @@ def advice() -> str:
 
 
 def give_back() -> None:
-    """Return freed memory to the kernel now; glibc keeps some between what is in use. Only glibc can."""
+    """Return freed memory to the kernel now. glibc keeps fragments between used blocks; others do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -110,7 +110,7 @@ class FileLock:
             except (LockedError, OSError):
                 os.close(self._descriptor)
                 raise
-            # A holder that has just let go removes the name: then this lock is on a file that nobody else sees.
+            # The last holder may have removed the name. Then this lock is on a file that no other process can open.
             if not temporary or is_at(self._descriptor, path):
                 break
             os.close(self._descriptor)

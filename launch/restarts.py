@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     attempt, failures, dropped = 1, 0, list[str]()
     piped = value_of(command, FILE_FLAGS)
     if piped and not value_of(command, HOST_FLAGS) and not os.path.isfile(piped[1]):
-        # What can be read only once, such as <(...), is not there any more for the launcher.
+        # A pipe such as <(...) can be read only once, so the launcher could not read it.
         command = with_hosts(command, hosts_of(command))
     while True:
         # Before the job: the file may be gone after it.

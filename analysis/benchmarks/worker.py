@@ -31,7 +31,7 @@ def main() -> None:
     pace = quick if options.quick else Pace(cap_seconds=options.seconds, until=time.perf_counter() + options.left)
     rows: list[Row] = []
     terminal = sys.stdout
-    # What the program says of its runs is no result of the benchmark.
+    # The program's messages are no result of the benchmark.
     logging.disable(logging.WARNING)
     # Rows that are left over are told by whoever started this.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(OutOfTimeError):

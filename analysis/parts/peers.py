@@ -216,7 +216,7 @@ def steps_of(row: Row) -> Counter[str] | None:
     if row.get("model", TIMED) != TIMED or cell_of(row["label"]).peer in SOLVED:
         return None
     probing_epochs = PROBE_EPOCHS if row["program"] == "analysis.lp_ft" else 0
-    # A row's epochs are those that were asked for, its steps all that were made.
+    # A row has the configured epochs, and all steps that were made.
     steps, epoch = int(row["steps"]), int(row["steps"]) // (int(row["epochs"]) + probing_epochs)
     if row["program"] == "analysis.ddp":
         return Counter({"ddp": steps})

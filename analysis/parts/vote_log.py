@@ -293,7 +293,7 @@ def keep_all(interval: Interval) -> int:
 
 
 def trained(skew: str, seed: int, decide: Callable[[Interval], int] = keep_all) -> Log:
-    """Return what is logged of a run whose cut `decide` chooses at the end of every interval; it never falls."""
+    """Return the log of a run whose cut `decide` chooses at the end of every interval. The cut never decreases."""
     shards, chain = seeded(skew, seed)
     optimizer = sgd(chain, LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

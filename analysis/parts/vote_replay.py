@@ -35,7 +35,7 @@ QUORUMS = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Rule:
-    """Who decides on a cut, and by what."""
+    """A rule that decides on a cut, and its evidence."""
 
     criterion: str
     way: str = "uniform"
@@ -183,7 +183,7 @@ LEVEL = 0.3
 """A front is better frozen where the rest of the run gains by it less than this part of what its share of the time
 would, if all blocks gained as much for their time."""
 LEFT = 0.05
-"""Part of a run's gain that must be still to come for a vote to be judged: what is less is noise."""
+"""Least remaining share of a run's gain for which a vote is judged; less is noise."""
 
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ def judged(cuts: Sequence[int], log: Log, right: Sequence[int | None]) -> Judged
     """Judge the cuts after every vote by a run in which nothing froze, and by `hindsight` of it."""
     cuts = voted(cuts, log)
     known = [(cut, best) for cut, best in zip(cuts, right, strict=True) if best is not None]
-    # What a vote freezes is frozen in the interval before the next vote, which that one's evidence is about.
+    # The blocks that a vote freezes are frozen in the interval before the next vote, and so in its evidence.
     gains = [(cut, interval["gained"]) for cut, interval in zip(cuts, voted(log["intervals"], log)[1:])]
     whole = sum(sum(gained) for _, gained in gains)
     lost = sum(sum(gained[:cut]) for cut, gained in gains)

@@ -24,7 +24,7 @@ def nothing_more(preset: Preset, results: Results) -> list[PlannedRun]:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A named set of runs, and what is made of their rows."""
+    """A named set of runs, and the page and figures of their rows."""
 
     name: str
     runs: Callable[[Preset], list[PlannedRun]]
@@ -38,11 +38,11 @@ class Experiment:
     then: Callable[[Preset, Results], list[PlannedRun]] = nothing_more
     """Runs that depend on what the first ones gave."""
     then_waits: bool = True
-    """Whether they depend on all of them; else each is planned as soon as those are there that it depends on."""
+    """Whether they depend on all of them. If not, a run is planned when the runs that it depends on exist."""
     own_seeds: bool = False
-    """Whether it has seeds of its own in place of the preset's, but for smoke."""
+    """Whether it has other seeds than the preset, except for smoke."""
     one_factor: bool = True
-    """Whether runs have the preset's flags but for one; else a table tells their own."""
+    """Whether runs differ from the preset in one flag. If not, a table lists their flags."""
 
     module: str = ""
     """The module of `analysis` that takes its name as an argument; empty if the module has its name."""

@@ -71,7 +71,7 @@ def sent_bytes(pid: int) -> int:
 def flags_of(planned: PlannedRun, site: Site, run_dir: Path) -> list[str]:
     """Return the arguments behind the program's name."""
     values: dict[str, object] = {**planned.flags, "seed": planned.seed, "run_dir": run_dir.resolve()}
-    # Of a text it would be the file; runs read the one that every machine has.
+    # For a text this would be a file; runs read the text that every machine has.
     if site.data_dir is not None and values.get("data") != "text":
         asked = str(values.get("data_dir", ""))
         values["data_dir"] = site.data_dir.resolve() / (asked if asked.startswith(BELOW) else "")
@@ -131,7 +131,7 @@ def require_cluster() -> None:
     """Refuse to begin where this machine cannot have a local cluster.
 
     Raises:
-        UsageError: what is missing, and how to get it.
+        UsageError: data or weights are missing; the message says how to get them.
     """
     said = subprocess.run([str(CLUSTER), "check"], capture_output=True, text=True, check=False)
     if said.returncode != 0:

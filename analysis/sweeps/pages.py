@@ -1,4 +1,4 @@
-"""Pages: Markdown that is written by hand, in analysis/pages, with numbers put in from what is kept.
+"""Pages: Markdown that is written by hand, in analysis/pages, with numbers from the kept runs.
 
 pages/NAME.md          becomes RESULTS/NAME/README.md
 pages/docs/PART.md     becomes what stands between the markers of PART in README.md or on a page of docs/

@@ -123,7 +123,7 @@ class Preset:
 
     @property
     def is_smoke(self) -> bool:
-        """Whether this only sees that everything runs."""
+        """Whether this only checks that everything runs."""
         return self.name == "smoke"
 
 

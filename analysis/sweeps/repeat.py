@@ -1,4 +1,4 @@
-"""Makes kept runs once more, elsewhere, and says whether they come to what is kept."""
+"""Repeats kept runs in another folder, and compares their results with the kept ones."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ BLOCKS = {"paper": 6, "stage": 5, "residual": 9}
 def main(experiment: Experiment, arguments: Sequence[str] | None = None, *, one_of: str = "") -> int:
     """Run an experiment's command line and return its exit code.
 
-    0 done, 1 some runs failed or came to something else than what is kept, others as `hvfreeze`. `one_of` names the
+    0: done. 1: some runs failed, or their results differ from the kept ones. Others: as `hvfreeze`. `one_of` names the
     module that runs it as one of several, if any.
     """
     options = parse(experiment, arguments, one_of)
@@ -271,7 +271,7 @@ def make(
             print(f"  {error}", file=sys.stderr, flush=True)
             failed.append(run.name)
         else:
-            # Of a run that goes on this would be the last part alone.
+            # For a continued run this would be its last part alone.
             whole_seconds = None if continued else time.monotonic() - started
             runs.keep(run_dir, run, source=source, whole_seconds=whole_seconds)
             shutil.rmtree(run_dir)

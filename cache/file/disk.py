@@ -70,7 +70,7 @@ def prepare_directory(directory: Path, *, private: bool = True, way_out: str = "
     try:
         # One by one: `parents=True` gives its mode to the last folder only.
         for folder in (*reversed(directory.parents), directory):
-            # What is there may be a file, which is told by what is tried below it.
+            # An existing path may be a file; the attempt below reports that.
             if not folder.exists():
                 folder.mkdir(exist_ok=True, mode=0o700 if private else 0o777)
         mode = directory.stat().st_mode

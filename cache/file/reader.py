@@ -82,7 +82,7 @@ class MappedRows:
             self.close()
             raise
         with warnings.catch_warnings():
-            # The mapping is read-only, and so is what is made of it here.
+            # The mapping is read-only, and so is the tensor.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             count = num_rows * row_bytes // dtype.itemsize
             self._rows = torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(num_rows, -1)

@@ -177,7 +177,7 @@ class FileWriter:
         size, directory = self._frame.size, self.path.parent
         self._budget.reserve(size, path=self.path)
         self._reserved = size
-        # Left by a process that was killed: the lock says that nobody writes to it any more.
+        # A killed process left it. The lock shows that no process writes to it.
         self._temporary.unlink(missing_ok=True)
         if size + SPARE_BYTES > free_bytes(directory):
             raise CacheFull(

@@ -157,7 +157,7 @@ class TensorLayout:
     @classmethod
     def of(cls, x: Tensor) -> TensorLayout:
         """Return a tensor's layout; the contiguous one if the tensor is not dense."""
-        # What is dense keeps its strides in a new tensor, what is not does not.
+        # A new tensor keeps the strides of a dense one, and is contiguous otherwise.
         strides = torch.empty_like(x, device="meta").stride()
         return cls(tuple(x.shape), tuple(strides), x.dtype)
 

@@ -280,7 +280,7 @@ class GradientExchange:
         self.low_rank = [bucket for bucket in buckets if isinstance(bucket, LowRankBucket)]
         self._places = {slot: (bucket, i) for bucket in self.buckets for i, slot in enumerate(bucket.slots)}
         self._started = self._advanced = 0
-        # Of each slot's place, since which nobody may have written to it until it is summed.
+        # The gradient's version by place: it must not change until it is summed.
         self._versions: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self) -> None:
@@ -327,7 +327,7 @@ class GradientExchange:
         """Wait for all sums; return the remaining bytes sent. Calls `check` on each bucket before its sum is used."""
         payload, finished, poll = 0, 0, self._world.poll
         while self._advanced < len(self.buckets):
-            # What low rank has yet to compute for groups that are there fills the wait for the last ones' first sums.
+            # Finish low-rank buckets whose sums have arrived while waiting for the first sums of later buckets.
             behind = self.low_rank[finished : self._advanced]
             if behind and not self.buckets[self._advanced].has_arrived(poll) and behind[0].has_arrived(poll):
                 payload += self._finish(behind[0], check)

@@ -178,7 +178,7 @@ def waiting_shell(launcher: int) -> int | None:
     with suppress(OSError, ValueError, IndexError):
         shell = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
         words = Path(f"/proc/{shell}/cmdline").read_text(errors="replace").split("\0")
-        # What is started in the background outlives its shell on purpose.
+        # A background job outlives its shell on purpose.
         waits = words[1] == "-c" and words[2].startswith("mpirun ") and "&" not in words[2]
         return shell if waits and os.path.basename(words[0]) in SHELLS else None
     return None

@@ -110,7 +110,7 @@ def explain_difference(
 
 def find_differing(named: Iterable[tuple[str, Tensor]], world: World) -> list[str]:
     """Return the names of tensors that differ between the ranks that hold them; equal everywhere. Collective."""
-    # What another rank holds is empty here.
+    # A tensor of another rank is empty here.
     local = {name: tensor_digest([(name, tensor)]) for name, tensor in named if tensor.numel()}
     first: dict[str, str] = {}
     gathered = world.allgather_object(local, name="replica.tensors")
@@ -188,7 +188,7 @@ class StatisticsAverage:
             self._statistics, self._mean.split(sizes), pooled.split(sizes), strict=True
         ):
             for target, value in ((target_mean, own), (target_variance, its)):
-                # What is equal already may be frozen by another optimizer of the model, which notices what is written.
+                # Skip equal values: another optimizer may have frozen the block, and would notice a write.
                 if not torch.equal(target, value.to(target.dtype)):
                     target.copy_(value)
         return 2 * self._means.nbytes

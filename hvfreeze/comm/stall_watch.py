@@ -25,7 +25,7 @@ from hvfreeze.errors import StallError, UsageError
 
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 USUAL_SECONDS = "600"
-# After the limit: others are asked, then the lowest rank of those that wait speaks, then any. All is over in 10 s.
+# Seconds after the limit until this rank asks others, the lowest waiting rank reports, and any rank reports.
 ASK_SECONDS, JUDGE_SECONDS, LAST_SECONDS = 1.0, 4.0, 8.0
 QUESTION, ANSWER = 1, 2
 
@@ -88,7 +88,7 @@ class StallWatch:
         while True:
             before = time.monotonic()
             time.sleep(LOOK_SECONDS)
-            # A rank that was stopped itself, and goes on, has not waited meanwhile.
+            # The time for which this rank was stopped by a signal does not count as waiting.
             lost = time.monotonic() - before - LOOK_SECONDS
             self._since += lost if lost > MOST_SECONDS else 0.0
             with self._lock:
@@ -103,7 +103,7 @@ class StallWatch:
                     self._inquire(waited)
 
     def _look_around(self, waited: float) -> None:
-        # Nobody can be asked. Ranks speak a look apart, first those that see whom they wait for.
+        # No rank can be asked. Ranks report one after another; those that see a stopped rank come first.
         me, late = claimed_rank(os.environ), waited - self._limit
         stopped = stopped_here() if late > JUDGE_SECONDS else ""
         if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + LOOK_SECONDS * min(me, 4):

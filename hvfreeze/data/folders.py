@@ -194,7 +194,7 @@ class PassedOver:
         return f"{before}{shown}{dicom}" if each else ""
 
     def notes(self, folder: Path) -> list[str]:
-        """Return log lines on what is skipped."""
+        """Return log lines on skipped files."""
         notes, count = list[str](), sum(self.suffixes.values())
         if count:
             files = plural(count, "file skipped, not an image by its", "files skipped, not images by their")

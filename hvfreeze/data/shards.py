@@ -30,7 +30,7 @@ _HALF = np.uint64(32)
 
 
 def _word(value: str | int | Ids) -> Bits:
-    # At least one axis: numpy warns of wrap-around in scalars and not in arrays, and wrap-around is what is wanted.
+    # Arrays, not scalars: numpy warns only when a scalar wraps around, and wrap-around is intended.
     if isinstance(value, str):
         return np.array([int.from_bytes(value.encode("ascii"), "little")], dtype=np.uint64)
     if isinstance(value, int):

@@ -188,7 +188,7 @@ class Coherence:
         for row in self.latest:
             flat += [1.0, *row] if all(map(math.isfinite, row)) else [0.0] * each
         ranks, *flat = self.join(flat)
-        # Those that are of use on all ranks.
+        # Rows that are finite on all ranks.
         starts = [first for first in range(0, len(flat), each) if flat[first] == ranks]
         rows = tuple(tuple(flat[first + 1 : first + each]) for first in starts)
         self.complete.append(rows)
@@ -360,7 +360,7 @@ class Coherence:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
         gains = [0.0] * len(self.prefix.chain.blocks)
         parameters = dict(self.reducer.carried)
-        # What waits for the gradient of another step has been divided by the scale of its own.
+        # The stored gradient of another step has been divided by its own scale.
         of_product = scale**2 if self._across else scale
         for name, (product, square) in self._products.items():
             product, square, parameter = product / of_product, square / scale**2, parameters[name]

@@ -47,7 +47,7 @@ class Decoding:
         self._later = batches
 
     def close(self) -> None:
-        """Cancel what is not decoded yet."""
+        """Cancel pending decodes."""
         self._pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[list[tuple[int, Future[PixelArray]]]]:

@@ -237,7 +237,7 @@ class CachedLoader:
         self._steps_per_epoch = self._world.broadcast_object(steps, name="loader.steps")
         if isinstance(frozen_by, DistributedOptimizer):
             frozen_by.follow_epochs(self._steps_per_epoch)
-        # Whether the cut has stayed since the last epoch began, and whether it is the one that rows are computed at.
+        # Whether the cut has not moved since the last epoch began, and whether rows are computed at it.
         self._rested = self._follows = False
         self._stored = False
         self._told = set[str]()

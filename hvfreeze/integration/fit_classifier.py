@@ -67,7 +67,7 @@ def fit_classifier(
         task: as for `fit_head`, and `class_weights` and `sample_weight` too.
         flips: whether the head is also fitted to horizontal flips of the images.
         pool: maps are averaged to at most so many cells a side.
-        tokens: what is read of a transformer's tokens: their `mean`, the `class` token, or a `grid` of patches.
+        tokens: features of a transformer's tokens: their `mean`, the `class` token, or a `grid` of patches.
         blocks: how the model is cut, as --blocks.
         penalty: above 0; None chooses.
         split: takes a batch apart into images and labels.

@@ -77,7 +77,7 @@ def fit_head(
     answers = TASKS[task](layer.out_features)
     rows = weighted_rows(features[:, None], labels, class_weights, sample_weight, answers, world)
     fit = fit_linear(rows, task=answers, world=world, penalties=PENALTIES if penalty is None else [penalty])
-    assert fit is not None, "nobody stops it"
+    assert fit is not None, "no rank stops it"
     take(layer, fit)
     return fit.numbers()
 

@@ -83,7 +83,7 @@ class FoundBlocks:
                     "of its blocks)"
                 )
             self._waits = True
-            # What rank 0 sees holds for all.
+            # All ranks use the blocks that rank 0 finds.
             self._first = FirstPass(model) if world.rank == 0 else None
             return
         try:

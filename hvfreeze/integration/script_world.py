@@ -49,7 +49,7 @@ class RunningWorld(HorovodWorld):
         """Start among all ranks, or those of a process set; `beside` is another world of this process, if any."""
         if beside is None:
             self.mpi = start_mpi()
-            # It asks nobody: the script may end MPI at any time.
+            # It sends no message to other ranks: the script may finalize MPI at any time.
             self.watch = StallWatch(stall_limit(), self.abort)
         else:
             self.mpi, self.watch = beside.mpi, beside.watch

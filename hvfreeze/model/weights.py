@@ -322,7 +322,7 @@ def _unwrapped(
     most = max(prefixes.values(), default=0)
     if prefixes[""] == most:
         return state, []
-    # Of a model and its running mean, take the model.
+    # If the file has a model and its running average, take the model.
     prefix, *_ = sorted(
         (each for each, count in prefixes.items() if count == most),
         key=lambda each: (bool(AVERAGED.search(each)), each),

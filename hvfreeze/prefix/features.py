@@ -302,8 +302,8 @@ def open_features(terms: CacheTerms, source: RowSource, *, clock: PhaseClock) ->
     if not terms.cacheable:
         plain = PrefixActivations(run_blocks=compute, load_images=load, batch_rows=recipe.batch_rows)
         return Features(split.images, plain, terms, source, Account(timer, plain.counters), planner=None)
-    # Now, and not hours later at the first cut: a directory that cannot be used is the user's to change.
-    # Without a directory of its own the cache lies in the run's, which is made here first and is always private.
+    # Check the directory now. The first cut may come hours later, and the user must choose another directory.
+    # The default directory is in the run directory, is first created here, and is always private.
     private = settings.cache_dir is None or not settings.cache_shared
     prepare = partial(prepare_directory, terms.costs.directory, private=private)
     raise_on_all_ranks(terms.world, prepare, name=f"cache.directory.{split.name}")

@@ -98,7 +98,7 @@ class Description:
             return ["settings", _qualified(type(value)), self.of(value.to_dict())]
         if isinstance(value, types.ModuleType) or (callable(value) and not hasattr(value, "__dict__")):
             return ["known", _qualified(value)]
-        # What a function object holds is part of the function; anything else would lead all over the program.
+        # The attributes of a callable object belong to the function. Those of other objects would lead everywhere.
         held = dict(sorted(vars(value).items())) if callable(value) else {}
         return ["object", self.of(type(value)), self.of(held)]
 
@@ -139,7 +139,7 @@ class Description:
             return ["known", _qualified(function)]
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         named = {name: function.__globals__[name] for name in _names_in(function.__code__) & set(function.__globals__)}
-        # Of the rest, what matters comes in by an argument, and modules are known by what is taken out of them.
+        # Other globals matter only as arguments. Modules count by the attributes that the function uses.
         constants = {name: inner for name, inner in sorted(named.items()) if _is_constant_or_function(inner)}
         return [
             "function",

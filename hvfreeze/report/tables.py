@@ -348,7 +348,7 @@ def command(run: Run, *, num_runs: int = 1) -> str:
     try:
         given = given_in(run.config, run.settings, source=run.name)
     except UsageError:
-        # Of another version.
+        # The run is of another version.
         plain = settings_of(Config())
         given = frozenset(leaf for leaf, value in run.settings.items() if value != plain.get(leaf))
     shown = {leaf: value for leaf, value in run.settings.items() if leaf in given - set(WITHOUT_EFFECT)}

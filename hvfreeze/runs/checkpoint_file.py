@@ -61,7 +61,7 @@ def unpacked(data: Tensor, *, name: str) -> dict[str, Any]:
         state = load_plain(io.BytesIO(data.numpy().tobytes()))
     except RefusedError:
         raise
-    except Exception as error:  # what is no archive of plain values makes the unpickler raise anything
+    except Exception as error:  # a damaged archive can make the unpickler raise any exception
         raise RefusedError(f"checkpoint {name} contains more than plain values and is refused") from error
     if not isinstance(state, dict):
         raise RefusedError(f"checkpoint {name} does not contain the state of a run and is refused")

@@ -93,7 +93,7 @@ class Progress:
                 self._last = now
         elif self._logger is not None and now - self._last >= self._wait:
             rest, self._wait = "", min(2 * self._wait, MOST_SECONDS_BETWEEN_LINES)
-            # What the first 5 % of the steps took says little.
+            # An estimate from the first 5 % of the steps would be too uncertain.
             if even and done > self._first and done - self._first >= 0.05 * (total - self._first):
                 left = (now - self._start) / (done - self._first) * (total - done)
                 rest = f"; {in_time(left)} left"

@@ -97,7 +97,7 @@ class Record:
             publish(known, [yaml.safe_dump(settings, sort_keys=False).encode()])
         environment = {**self._environment, **({"resumed": resumed} if resumed else {})}
         publish(place, [json.dumps(environment, indent=1).encode() + b"\n"])
-        # A run that goes on, such as one that is given more epochs, has not come to its end.
+        # A continued run, such as one with more epochs, has not ended.
         (self.directory / "summary.json").unlink(missing_ok=True)
 
     def log(self, text: str) -> None:

@@ -21,7 +21,7 @@ from hvfreeze.training.parts import Factory
 
 
 def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
-    """Return notes on what is not trained, and on random weights."""
+    """Return notes on frozen blocks and on random weights."""
     settings, trains = config.freeze, bool(plan.trained)
     # Given --epochs have a note of their own.
     is_silent = settings.auto and not trains and "epochs" not in plan.asked.given

@@ -36,7 +36,7 @@ TIMED: dict[str, dict[str, Value]] = {
 
 
 def planned(preset: Preset) -> list[PlannedRun]:
-    """Return the runs, of one seed where what is asked is large or nothing."""
+    """Return the runs; methods with a large effect or none have one seed."""
     seed = preset.seeds[0]
     if preset.is_smoke:
         losses = [run(preset, parts, MODEST, seed=seed) for parts in SMOKE_PARTS]

@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Value]] = {
 }
 KINDS = ("low-rank", "local-sgd", "subnets")
 MANY, MANY_WAYS = 4, ("replicas", "local-sgd-10", "subnets-10")
-"""Ranks, and what is tried on so many too."""
+"""Numbers of ranks, and the methods that run on each."""
 NETWORKS = {"200 Mbit/s": "200mbit", "1 Gbit/s": "1gbit"}
 
 

@@ -88,7 +88,7 @@ class LocalSgd(RoundStrategy):
     def load_state_dict(self, state: State) -> None:
         """Load a state of the same rank."""
         shared, own = state
-        # Those of frozen blocks are in the model.
+        # The model has the statistics of frozen blocks.
         frozen = [tensor for pair in running_statistics(self.replica.chain.modules(0, self.cut)) for tensor in pair]
         inner = {**own, "statistics": [*(tensor.clone() for tensor in frozen), *own["statistics"]]}
         self.replica.load_state_dict(State({**shared, "optimizer": own["optimizer"]}, inner))
@@ -243,7 +243,7 @@ def average_(flat: Tensor, wire: Wire, *, rank: int, size: int, lanes: tuple[str
     for other in others:
         wire.put(local, to=other, lane=returning)
         wire.expect(parts[other].shape, dtype=flat.dtype, source=other, lane=returning)
-    # What was put of `flat` must have gone before means are written over it.
+    # `flat` must be sent before the means overwrite it.
     wire.drain()
     for other in others:
         parts[other].copy_(wire.get(parts[other].shape, dtype=flat.dtype, source=other, lane=returning))

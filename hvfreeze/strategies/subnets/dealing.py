@@ -166,7 +166,7 @@ class Table:
     def _shared(self, layer: int, *, owner: int, rank: int) -> int:
         """Return the number of the owner's neurons of a layer that the rank gets."""
         start, stop = range_of(self.widths[layer], rank=owner, size=self.size)
-        # Places start..stop-1 of the shuffled neurons; those that leave `rank` when divided by `size` are the rank's.
+        # The rank gets the places in start..stop-1 of the shuffled neurons that equal `rank` modulo `size`.
         return len(range(start + (rank - start) % self.size, stop, self.size))
 
 

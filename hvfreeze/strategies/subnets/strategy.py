@@ -256,7 +256,7 @@ class Subnets(RoundStrategy):
                 "piece": {},
                 "rounds": next_round(first["rounds"]),
                 "freezer": Freezer.redealt(first["freezer"], restep=restep),
-                # Of a rank that may have other samples: its own first ones, where nobody has looked at the model.
+                # The rank may have other samples, so it records batches again.
                 "batches": [],
                 "statistics": first["statistics"],
                 "counts": dict(counts) if rank == 0 else {},

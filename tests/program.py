@@ -28,7 +28,7 @@ OFFLINE = {
     "no_proxy": "",
     "NO_PROXY": "",
 }
-"""Variables with which nothing is ever downloaded: nobody listens on the discard port."""
+"""Variables that prevent downloads: no server listens on the discard port."""
 
 
 @dataclass(frozen=True)

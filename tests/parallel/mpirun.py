@@ -206,7 +206,7 @@ def end_all(processes: Iterable[int], *, grace_seconds: float) -> dict[int, str]
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; empty for one that has ended, also if nobody has waited for it."""
+    """Return the command line of a process; empty if it has ended, also if its parent has not waited for it."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""

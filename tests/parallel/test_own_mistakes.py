@@ -1,4 +1,4 @@
-"""What is wrong with a script of one's own ends in one message and the whole job's exit code, never in a hang."""
+"""A mistake in a training script ends in one message and the exit code of the whole job, never in a hang."""
 
 from __future__ import annotations
 

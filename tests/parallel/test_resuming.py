@@ -1,4 +1,4 @@
-"""What becomes of a job that is asked to leave or is killed, and goes on: with as many ranks, or with others."""
+"""A job that is stopped by a signal or killed is resumed with the same or another number of ranks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def assert_goes_on_from(before: dict[str, Any], after: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", [2])
 def test_another_number_of_ranks_goes_on_from_the_same_state_where_that_is_asked_for(size: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    # Epochs of 4 steps with two ranks and 2 with three: each goes on at the same part of the epoch.
+    # An epoch has 4 steps on two ranks and 2 on three: the run continues at the same part of the epoch.
     stopped = train_here(size, "1:4:leave", folder)
     assert stopped.returncode == 75, str(stopped)
     found = [state_in(next((folder / "checkpoints").glob("*05.pt")))]

@@ -1,4 +1,4 @@
-"""The torture itself: it finds what is planted, goes on where it stopped, and a few of its rounds find nothing."""
+"""The torture: it finds planted faults, continues after a stop, and a few of its rounds find nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that was refused: one message that names what is wrong, and an exit code."""
+"""A refused program: one message that names the error, and an exit code."""
 
 from __future__ import annotations
 

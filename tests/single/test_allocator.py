@@ -32,7 +32,7 @@ while any(thread.name == "memory" for thread in threading.enumerate()):
     time.sleep(0.01)
 """
 PAGES = 4 * 2**26 // os.sysconf("SC_PAGESIZE")
-"""Of what is allocated in the second round."""
+"""Bytes allocated in the second round."""
 
 
 def faults(first: str, **variables: str) -> int:

@@ -181,7 +181,7 @@ class Made:
 
 
 class Page(html.parser.HTMLParser):
-    """Counts what is open in a page."""
+    """Counts the open tags of a page."""
 
     def __init__(self) -> None:
         super().__init__()

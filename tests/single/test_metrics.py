@@ -1,4 +1,4 @@
-"""Metrics are scikit-learn's, to the last digit, also those that are counted here."""
+"""Metrics equal scikit-learn's, also those that are computed here."""
 
 from __future__ import annotations
 

@@ -63,7 +63,6 @@ FIRST_WORDS = {
 EXCEPTIONS = {
     ("hvfreeze/comm/horovod_world.py", "Args: beside"): "the name of an argument",
     ("hvfreeze/freezing/coherence.py", "the distance doubles"): "the verb",
-    ("hvfreeze/integration/fit_head.py", "nobody stops it"): "a reason that no user sees",
     ("hvfreeze/integration/horovod_compat.py", "beside."): "the name of a parameter",
 }
 """A page or module and words in it that are no private words there, with the reason."""
@@ -136,7 +135,7 @@ def private_texts(module: str) -> Iterator[str]:
 
 
 def unexcepted(where: str, found: list[str]) -> list[str]:
-    """Return what is found without the exceptions of a page or module."""
+    """Return the findings without the exceptions of a page or module."""
     excepted = [words for (place, words) in EXCEPTIONS if place == where]
     return [each for each in found if not any(words in each for words in excepted)]
 

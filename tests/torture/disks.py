@@ -1,4 +1,4 @@
-"""Disks that fill up anywhere in a run: one message, nothing half done, and the run goes on when there is room."""
+"""Disks that fill up anywhere in a run: one message, no damaged file, and the run continues when there is room."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Victim:
         ended = call("train", *TRAINING, "--run-dir", str(self.run))
         assert ended.returncode == 0, str(ended)
         self.digest = self.digest_of(self.run)
-        # As if it had been stopped before its end: what is resumed reads the checkpoint and the cache.
+        # As if the run had been stopped before its end: the resumed run reads the checkpoint and the cache.
         newest = checkpoint.newest(self.run / "checkpoints")
         assert newest is not None
         newest.unlink()

@@ -99,7 +99,7 @@ class Job:
         return found
 
     def clear_up(self) -> dict[int, str]:
-        """Return what is still alive, killed."""
+        """Kill all processes that are still alive, and return them."""
         left = end_all(processes_of(self.out), grace_seconds=GONE_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self.launcher.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def disturb(job: Job, life: Life, chance: random.Random, *, delay: float) -> dic
 
 
 def state_is_whole(life: Life) -> str:
-    """Return what is wrong with the newest checkpoint; nothing where it can be read, or there is none."""
+    """Return the faults of the newest checkpoint; none if it can be read, or if there is no checkpoint."""
     newest = checkpoint.newest(life.run / "checkpoints")
     if newest is None:
         return ""
@@ -156,7 +156,7 @@ def round_of(life: Life, chance: random.Random, *, expected: dict[str, Any], lon
             job.launcher.kill()
     finally:
         left = job.clear_up()
-    # What a hang leaves is told as a hang.
+    # Processes that a hang leaves are reported as the hang.
     faults += ["orphans"] if left and code is not None else []
     said = (job.out / "output").read_text(errors="replace").replace(f"{ROOT}/", "")
     faults += ["traceback"] if "Traceback" in said else []

@@ -1,4 +1,4 @@
-"""What torture found: a line a round in rounds.jsonl, from which a stopped torture goes on, and README.md of them."""
+"""The results of torture: one line per round in rounds.jsonl, from which a stopped torture continues, and README.md."""
 
 from __future__ import annotations
 

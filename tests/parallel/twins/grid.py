@@ -4,7 +4,7 @@ HyPar-Flow's rule (Awan et al., ISC 2020, arXiv 1911.05146), written with PyTorc
 is cut into partitions. Each replica takes its own batch and splits it into micro-batches. A micro-batch goes forward
 from partition to partition; the loss, weighted by its share of the batch, goes back the same way: a partition is given
 the error of its output, and hands on the error of its input. Gradients add up over micro-batches and are averaged over
-replicas, partition by partition. BatchNorm normalises each micro-batch by itself, and each replica keeps its own
+replicas, partition by partition. BatchNorm normalises each micro-batch alone, and each replica keeps its own
 running statistics, which are pooled when the model is looked at. Frozen modules are in evaluation mode and take no
 part in updates. Where a replica becomes several (PipeTransformer's idea, He et al., ICML 2021, arXiv 2102.03161), they
 share its batch, micro-batch by micro-batch.

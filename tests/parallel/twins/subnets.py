@@ -25,7 +25,7 @@ class Workers:
     """n workers on one MLP: `hidden1.linear`, `hidden1.norm`, ..., `head.linear`, `head.norm`.
 
     Args:
-        model: at its start; it is what is trained.
+        model: the initial model; it is trained in place.
         number: of workers.
         local_steps: of a round.
         seed: of the deals.

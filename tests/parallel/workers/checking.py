@@ -1,4 +1,4 @@
-"""What workers share: small networks for runs to train, and what is compared."""
+"""Parts that workers share: small networks, and comparisons of runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def with_folder(check: Callable[[World, Path], None]) -> Callable[[World], None]
 
 
 class Trial:
-    """Runs of one network with equal settings but for what is said, each in a directory of its own."""
+    """Runs of one network with equal settings except the given ones, each in its own directory."""
 
     def __init__(self, world: World, root: Path, network: Network) -> None:
         self.world, self.root = world, root

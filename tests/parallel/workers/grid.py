@@ -212,7 +212,7 @@ def see_that_frozen_ranges_are_silent(summary: dict[str, Any]) -> None:
 
 
 def check_a_resumed_run_is_the_uninterrupted_one(trial: Trial) -> None:
-    """Also where the blocks would be dealt out otherwise when it goes on."""
+    """Also if the blocks would be partitioned differently when the run continues."""
     if trial.world.size != 4:
         return
     given = {**VOTED, "cut_by": "compute", "checkpoint_every": "2steps", "schedule": "cosine"}

@@ -298,7 +298,7 @@ def check_statistics_that_differ_where_blocks_are_frozen_from_the_start_become_e
     parts.model[0][1].running_mean.fill_(world.rank)
     parts.freezer.average_statistics()
     assert torch.equal(parts.model[0][1].running_mean, torch.full((8,), (world.size - 1) / 2))
-    # A state without a note of it, as earlier versions have saved, says nothing of what is equal.
+    # A state of an earlier version does not record which parameters are equal.
     state = parts.freezer.state_dict()
     del state["averaged"]
     parts.freezer.load_state_dict(state)

@@ -92,7 +92,7 @@ class Trial(checking.Trial):
 
 
 def check_model_and_critics_are_the_twin_and_ranks_in_front_do_not_wait(trial: Trial) -> None:
-    """Each rank is told, when it begins a step, how far the last one is: but for the first it must be behind."""
+    """When a rank starts a step, it knows the step of the last rank. All but the first step must be ahead of it."""
     size, batches = trial.world.size, STEPS * EPOCHS
     heard: list[int] = []
     hear = strategy.LocalCritics._hear

@@ -1,4 +1,4 @@
-"""A script of one's own with the mistake that its first argument names."""
+"""A training script with the mistake that its first argument names."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> Non
 
 
 def abandon(optimizer: DistributedOptimizer) -> None:
-    """Let what is on its way arrive, so that its name is free for the next optimizer."""
-    vars(optimizer.reducer)["_check_untouched"] = lambda bucket: None  # it would say again what is wrong
+    """Wait for pending messages, so that their names are free for the next optimizer."""
+    vars(optimizer.reducer)["_check_untouched"] = lambda bucket: None  # it would report the error again
     optimizer.reducer.finish()
 
 

@@ -1,4 +1,4 @@
-"""Every rank runs the program in its process, as far as its world is: that is open already, and stays so."""
+"""Every rank runs the program in its process, with the world that is already open and stays open."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Runs:
         return run(from_dict({key: given[key] for key in given if key not in left_out}), self.world, **self.more)
 
     def numbers(self, name: str) -> list[dict[str, Any]]:
-        """Return the lines of a run's record, but for what is measured by the clock."""
+        """Return the lines of a run's record without measured times."""
         return [line for kind in ("metrics", "decisions") for line in lines(self.root / name, kind)]
 
 
@@ -132,7 +132,7 @@ MEASURED = ("cpu_seconds", "wait_seconds", "peak_memory_bytes", "forward_seconds
 
 
 def record_of(directory: Path, *, without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the lines of a run's record, but for what is measured and the keys `without`."""
+    """Return the lines of a run's record without measured times and without the keys `without`."""
     found = []
     for line in [line for kind in ("metrics", "decisions") for line in lines(directory, kind)]:
         kept = {key: value for key, value in line.items() if key not in without}

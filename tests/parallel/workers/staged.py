@@ -241,7 +241,7 @@ def check_parts(runs: Runs) -> None:
 
 
 def check_budgets(runs: Runs) -> None:
-    """Make runs that are given a time, one of them stopped and resumed, by a clock that passes by itself."""
+    """Make runs with a time budget, one of them stopped and resumed, by a simulated clock."""
     given = {"weights": weights_of(runs), "time_budget": "8s", "epochs": None}
     with clocked(runs.world), deciding(1.0, 0.5, 0.1):
         stopped(runs, "resumed", counted(4, "step", after=4), **given)

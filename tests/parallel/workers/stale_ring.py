@@ -120,7 +120,7 @@ def lm_blocks() -> list[tuple[str, ...]]:
 
 
 def check_the_ring_is_the_twin(trial: Trial) -> None:
-    """K = 3 on two ranks, 4 on three; both optimizers, both weights of what is shared."""
+    """K = 3 on two ranks, 4 on three; both optimizers, both weightings of shared parameters."""
     for (kind, (flags, open_optimizer)), half in zip(OPTIMIZERS.items(), (False, True)):
         name = f"{kind}-half" if half else kind
         config = trial.config(name, tied_gradient="half" if half else "sum", **flags)

@@ -23,7 +23,7 @@ DECAY = 1e-2
 
 
 class Trial(local_sgd.Trial):
-    """Runs with equal settings but for what is said, each in a directory of its own."""
+    """Runs with equal settings except the given ones, each in its own directory."""
 
     def __init__(self, world: Any, root: Path) -> None:
         self.world, self.root = world, root
@@ -116,7 +116,7 @@ def check_a_run_goes_on_at_the_end_of_an_epoch_and_in_the_middle_of_a_round(tria
     given |= {"model": "resnet20", "head": "mlp-12x8", "augment": "views:2", "image_size": 16}
     configure = partial(trial.config, **given, cache="on", checkpoint_every="3steps")
     looked = ["subnets", "other_collective_bytes"]
-    # A run that is asked to leave does so at a round's end. At an epoch's, nobody has looked at the model yet:
+    # A run that is asked to leave does so at a round's end. At an epoch's end, the model has not been evaluated yet:
     # BatchNorm's statistics are those of the batches before.
     straight = see_that_stopped_runs_go_on(configure, trial.world, [STEPS - 1], part="subnets", without=looked)
     assert straight["cache"]["rows_read"] > 0 and straight["cut_history"] == [[0, 0, 4]]

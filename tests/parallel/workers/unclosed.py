@@ -1,4 +1,4 @@
-"""A script that never closes its world, and whose exit goes on for longer than the stall watch sleeps."""
+"""A script that never closes its world, and whose exit takes longer than the stall watch sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank makes runs with each optimizer: a frozen block leaves it with its state, and a stopped run goes on."""
+"""Runs with each optimizer: a frozen block leaves it together with its state, and a stopped run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling over the cores of one machine: who runs where, what is planned, and what the kept runs say."""
+"""Scaling over the cores of one machine: placement of ranks, planned runs, and results of the kept runs."""
 
 from __future__ import annotations
 

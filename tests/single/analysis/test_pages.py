@@ -1,4 +1,4 @@
-"""The pages of results, and the numbers of README.md and docs/, follow from what is kept."""
+"""The pages of results, and the numbers of README.md and docs/, follow from the kept runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ways of fine-tuning: their runs and learning rates, times as sums over steps, and who is told to be first."""
+"""All ways of fine-tuning: their runs and learning rates, times as sums over steps, and the reported first one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front of full fine-tuning, what is held against it, and the words for it."""
+"""The front of full fine-tuning, comparisons with it, and their wording."""
 
 from __future__ import annotations
 

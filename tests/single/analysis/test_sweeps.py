@@ -1,4 +1,4 @@
-"""Experiments carried out with made-up runs: what is planned, made once, resumed, waited for and refused."""
+"""Experiments with synthetic runs: planned, made once, resumed, waited for and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that differ in what the weights know: their runs, their images of dots, and what is said of them."""
+"""Tasks with different distances to the pretraining: their runs, their images of dots, and their page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() 
 
 
 def results_of(folder: Path, *, worse: float) -> Results:
-    """Two seeds of counting, made up; seed 0 goes on after the trial, whose first tuned epoch was slowed down."""
+    """Two synthetic seeds of counting; seed 0 continues after the trial, and its first epoch was slowed down."""
     preset, root = Preset(seeds=SEEDS), folder / "results"
     kept = KeptRuns(root / "tasks")
     planned = [run for run in tasks.runs(preset) if run.label.startswith("counting")]

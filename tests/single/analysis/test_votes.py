@@ -99,7 +99,7 @@ def test_no_rule_freezes_where_all_blocks_gain_alike() -> None:
 
 def test_hindsight_freezes_what_the_later_votes_gain_nothing_by() -> None:
     log = a_log([[9.0, 9.0, 9.0], [4.0, 4.0, 4.0], [0.0, 4.0, 4.0], [0.0, 0.0, 4.0], [0.0, 0.0, 0.1]], [1, 1, 1])
-    # Of the gains after each vote: 4, 8, 12.1; 0, 4, 8.1; 0, 0, 4.1; and what is too little to judge by.
+    # Gains after each vote: 4, 8, 12.1; 0, 4, 8.1; 0, 0, 4.1; and one too small to judge.
     assert hindsight(log, level=0.4) == [0, 1, 2, None, None]
     # The first block has 4 of 24.1 with a third of the work, both together 12 of 24.1 with two thirds.
     assert hindsight(log, level=0.6) == [1, 2, 2, None, None]
@@ -176,7 +176,7 @@ def a_run(skew: str, seed: int) -> Log:
 
 
 def trained_by(skew: str, seed: int, decide: object) -> Log:
-    """Return a run that is as accurate as it froze late, and whose evidence does not depend on what is frozen."""
+    """Return a run that is more accurate the later it froze, and whose evidence does not depend on frozen blocks."""
     log = a_run(skew, seed)
     cuts = [decide(interval) for interval in log["intervals"]]  # type: ignore[operator]
     return {**log, "cuts": cuts, "accuracy": 0.9 + seed / 1000 - 0.001 * sum(cuts)}

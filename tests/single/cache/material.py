@@ -61,7 +61,7 @@ def open_store(directory: Path, keys: Keys, **changes: Any) -> Store:
 
 
 def fill(store: Store, keys: Keys, rows: Tensor) -> int:
-    """Appends `rows` in whole batches, the last one padded with rows of nobody; returns how many were new."""
+    """Append `rows` in whole batches, the last one padded; return the number of new rows."""
     added = 0
     for first in range(0, len(keys), BATCH_ROWS):
         batch = rows[first : first + BATCH_ROWS]

@@ -1,4 +1,4 @@
-"""Whose files are believed, who may read ours, and what is noticed of a change behind our back."""
+"""Trusted owners of cache files, permissions of new files, and detected changes by other processes."""
 
 from __future__ import annotations
 

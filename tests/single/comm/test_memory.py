@@ -19,7 +19,7 @@ MIB = 2**20
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked for what it keeps")
 def test_what_set_up_has_freed_is_neither_held_nor_counted_any_more() -> None:
-    # Pieces that come from the heap, and one in fifty that stays: so the heap cannot shrink by itself.
+    # Pieces that come from the heap, and one in fifty that stays: so the heap cannot shrink automatically.
     pieces = [torch.ones(16 * 1024) for _ in range(4000)]
     held = pieces[::50]
     before = peak_memory_bytes()

@@ -1,4 +1,4 @@
-"""What is made equal between ranks, and what a rank is told of a buffer that is not."""
+"""Tensors that are synchronized between ranks, and the message about a buffer that is not."""
 
 from __future__ import annotations
 

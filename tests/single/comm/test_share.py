@@ -1,4 +1,4 @@
-"""What ranks are told of the cores that they got."""
+"""Messages about the cores of each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Gathering:
         self.found, self.own = found, None  # type: tuple[Any, ...], Any
 
     def allgather_object(self, found: Any, *, name: str) -> Any:
-        """Gathers what is made up, and remembers what this rank gave."""
+        """Gathers synthetic values, and remembers the value of this rank."""
         self.own = found
         return list(self.found)
 

@@ -1,4 +1,4 @@
-"""Data sets: which samples are in which split under which id, and what is refused with which way out."""
+"""Data sets: the samples and ids of each split, and errors with their way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An image that is larger than may be opened is called so, is never left out as a broken one, and the limit is told."""
+"""An image above the size limit is reported with the limit, and is not skipped as a broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Dataset of the user's own: its images and labels as they are, and what is none refused by its sample."""
+"""Custom datasets: images and labels are unchanged, and an invalid sample is refused by its index."""
 
 from __future__ import annotations
 

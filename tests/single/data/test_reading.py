@@ -198,7 +198,7 @@ def test_a_run_says_what_it_turns_and_its_card_how_files_are_read(photos: Path, 
         return [prepare.pixels_of(path).tobytes() for path in paths]
 
     now = pixels()
-    # A card of a time when files were read in one way: its model goes on to see them so.
+    # A card of an earlier version: its model still reads files in the earlier way.
     card.write_text(json.dumps(tree))
     before = pixels()
     assert before[0] != now[0] and before[1] != now[1] and before[2] == now[2]

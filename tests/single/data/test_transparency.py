@@ -130,7 +130,7 @@ def test_a_run_says_how_many_images_are_transparent_and_its_card_what_is_behind_
     assert "as the run reported" in call("evaluate", str(run)).stdout
     path = folder / "test" / "a" / "00.png"
     assert (hvfreeze.load_model(run).preparation.pixels_of(path)[:, 0, 0] == (200, 190, 180)).all()
-    # A model of before goes on to see what lies in the file behind what is transparent.
+    # A model of an earlier version still reads the colours of transparent pixels from the file.
     del tree["image"]["background"], tree["image"]["fit"]
     tree["image"]["reading"] = 2
     (run / "model.yaml").write_text(yaml.safe_dump(tree))

@@ -132,7 +132,7 @@ def test_each_penalty_of_the_path_moves_the_solution_however_near_it_is() -> Non
 
 
 class Streamed:
-    """Rows made anew in each pass, in a compact type, in chunks of uneven size."""
+    """Rows computed again in each pass, in a compact type, in chunks of uneven size."""
 
     def __init__(self, table: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
         self.width = table[0].shape[1]

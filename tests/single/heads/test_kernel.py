@@ -1,4 +1,4 @@
-"""The head that compares rows: what is solved, how its penalty is chosen, and how it is kept."""
+"""Kernel heads: the linear system, the choice of the penalty, and the saved form."""
 
 from __future__ import annotations
 

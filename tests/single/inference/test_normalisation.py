@@ -80,7 +80,7 @@ def test_a_model_of_ones_own_may_say_it_itself() -> None:
     settings = {"model": "mine:make", "weights": "file.pt"}
     assert found(configured(), **settings) == Normalisation(HALF, "those in the configuration of mine:make")
     assert found(configured(std=(1,)), **settings).statistics == IMAGENET
-    # It may have made itself with weights, or not: nobody knows.
+    # Whether it loaded weights is unknown.
     told = found(configured(), model="mine:make")
     assert (
         told.statistics == IMAGENET

@@ -1,4 +1,4 @@
-"""A model whose output is not finite has no answers: none is right by chance, and none is told as a class."""
+"""A model whose output is NaN or Inf predicts no class, and no sample counts as correct by chance."""
 
 from __future__ import annotations
 

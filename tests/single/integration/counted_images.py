@@ -1,4 +1,4 @@
-"""A small image model, and a data set that counts what is read of it."""
+"""A small image model, and a data set that counts its reads."""
 
 from __future__ import annotations
 

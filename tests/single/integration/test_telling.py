@@ -1,4 +1,4 @@
-"""What a script's user is told, with and without logging of the script's own."""
+"""Messages for the user of a script, with and without the script's logging."""
 
 from __future__ import annotations
 

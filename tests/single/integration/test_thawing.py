@@ -1,4 +1,4 @@
-"""In a script of one's own, frozen blocks are looked at in some steps, and thaw by vote."""
+"""In a training script, frozen blocks are probed in some steps, and thaw by vote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of one's own as a chain: cut at its children, by its forward pass, or written out, and compared with it."""
+"""Custom modules as chains: cut at their children, by their forward pass, or by hand, compared with the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of one's own in blocks that their forward pass runs, by tracing it or by names alone."""
+"""Custom models, cut into the blocks that their forward pass runs, by tracing it or by names alone."""
 
 from __future__ import annotations
 

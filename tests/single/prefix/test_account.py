@@ -1,4 +1,4 @@
-"""The account of what the cache saves, and what is known before it is planned."""
+"""The time that the cache saves, and the numbers known before it is planned."""
 
 from __future__ import annotations
 

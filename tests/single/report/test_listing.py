@@ -17,7 +17,7 @@ from tests.single.report.run_directories import write_run
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished run, one that stopped, one without an epoch, one that is damaged, and what is no run."""
+    """A finished run, a stopped one, one without an epoch, a damaged one, and a folder that is no run."""
     runs = tmp_path / "runs"
     write_run(runs / "done", accuracies=[0.5, 0.75], freeze="linear")
     write_run(runs / "stopped", accuracies=[0.5], epochs=4, finished=False)

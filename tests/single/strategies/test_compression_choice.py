@@ -102,7 +102,7 @@ WAITING = {"none": 0.9, "fp16": 0.5, "powersgd:32": 0.2, "powersgd:16": 0.1}
 
 
 class Job:
-    """Steps of a reducer of one large matrix, and what is said and used meanwhile."""
+    """Steps of a reducer of one large matrix, with its log and the compression in use."""
 
     def __init__(self, asked: str = "auto", *, alike: bool = True) -> None:
         self.said: list[str] = []

@@ -146,6 +146,6 @@ def test_what_a_rank_has_begun_to_receive_comes_however_early_the_line_is_ended(
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3)))
     assert found == [[1000 * (first + n) + 123 for first in (0, 10) for n in range(served)]] * 3
-    assert not any(wire.expected.total() for wire in wires), "a receive was begun for what nobody sends"
+    assert not any(wire.expected.total() for wire in wires), "a receive was started that no rank sends"
     assert all(queue.empty() for queue in mail.values()), "a message was left on the wire"
     assert not served or all(wire.early for wire in wires)

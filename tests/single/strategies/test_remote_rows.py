@@ -14,7 +14,7 @@ from hvfreeze.strategies.grid.cached_rows import RemotePrefix
 
 
 def reader() -> RemotePrefix:
-    """The second of two partitions, whose blocks add 1 each, with nobody to ask."""
+    """The second of two partitions, whose blocks add 1 each, with no rank to ask."""
     mesh = Mesh(cast(World, SimpleNamespace(rank=1, size=2)), 2)
     halves = cast(Halves, SimpleNamespace(prefix=lambda x, start, stop: x + (stop - start)))
     nobody: Any = None

@@ -1,4 +1,4 @@
-"""One budget for work and for seconds: what is left, what verbs cost, and how many steps there is time for."""
+"""One budget for work and for seconds: the rest, the cost of verbs, and the number of affordable steps."""
 
 from __future__ import annotations
 

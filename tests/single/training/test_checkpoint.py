@@ -1,4 +1,4 @@
-"""The file of a checkpoint: what it stands, and what is noticed."""
+"""Checkpoint files: damage that they survive, and damage that is reported."""
 
 from __future__ import annotations
 
@@ -226,5 +226,5 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_checkpoint_and
     assert len(found) > 20
     assert found == sorted(found)
     assert set(found) == {2, 3}
-    # The worker has ended, although nobody holds the last checkpoint that it began.
+    # The worker has ended, although its last checkpoint was never used.
     assert not list((copies / "lost").glob("step-*.pt"))

@@ -1,4 +1,4 @@
-"""Images that are trained on and measured on are told, by whatever name and in whatever kind of data set they come."""
+"""Train/test duplicates are reported, whatever their names and the kind of their data set."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def copied(folder: Path) -> None:
 
 def test_a_copy_under_another_name_is_told(tmp_path: Path) -> None:
     folder = save_noise(tmp_path / "data")
-    # Of the lossy ones the pixels are those that the file gives.
+    # For lossy formats the pixels are those of the decoded file.
     noise(1003).save(folder / "train" / "b" / "3.webp", lossless=True)
     noise(1003).save(folder / "test" / "b" / "another name.png")
     [note], found = duplicates(tmp_path / "run", *of(folder))

@@ -1,4 +1,4 @@
-"""The whole program as one process: how a run ends, is continued and is told apart from others."""
+"""The whole program as one process: the end of a run, its continuation, and its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a text: plain PyTorch's, measured in bits per character, and its model goes on from a text."""
+"""A run on a text: equal to plain PyTorch's, evaluated in bits per character, and its model continues a text."""
 
 from __future__ import annotations
 

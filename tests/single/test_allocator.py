@@ -32,7 +32,7 @@ while any(thread.name == "memory" for thread in threading.enumerate()):
     time.sleep(0.01)
 """
 PAGES = 4 * 2**26 // os.sysconf("SC_PAGESIZE")
-"""Bytes allocated in the second round."""
+"""Pages that the second round allocates."""
 
 
 def faults(first: str, **variables: str) -> int:

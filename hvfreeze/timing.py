@@ -5,12 +5,6 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable
 
-
-def least_seconds(work: Callable[[], object], *, times: int) -> float:
-    """Return the minimum time of `work` in `times` runs."""
-    return min(timeit.repeat(work, repeat=times, number=1))
-
-
 LEAST_TRIES, MOST_TRIES, SECONDS = 2, 6, 0.8
 """Limits of `min_seconds`: never more runs than the second, and more than the first only within the given
 seconds."""
@@ -21,7 +15,7 @@ def min_seconds(work: Callable[[], object], *, within: float = SECONDS) -> float
 
     The first run warms up libraries and memory, and other processes may disturb some of the others.
     """
-    taken = [least_seconds(work, times=1) for _ in range(LEAST_TRIES)]
+    taken = [timeit.timeit(work, number=1) for _ in range(LEAST_TRIES)]
     while len(taken) < MOST_TRIES and sum(taken) < within:
-        taken.append(least_seconds(work, times=1))
+        taken.append(timeit.timeit(work, number=1))
     return min(taken)

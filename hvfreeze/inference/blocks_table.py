@@ -14,10 +14,9 @@ from hvfreeze.model.settings import TINY_LM
 from hvfreeze.report.tables import Table, factor, percent, table_of
 from hvfreeze.rules import rule
 from hvfreeze.runs.files import reason_of
-from hvfreeze.timing import least_seconds
+from hvfreeze.timing import min_seconds
 from hvfreeze.wording import plural
 
-TIMES = 3
 MOST = torch.iinfo(torch.int32).max
 """Largest number of classes or images; with more, torch cannot index the elements of a tensor."""
 
@@ -57,8 +56,8 @@ def show_blocks(model: str, *, scheme: str, image_size: int, classes: int, batch
     print(f"{model}, {plural(len(chain.blocks), 'block')} ({scheme}), {image_size}x{image_size} pixels")
     print(table.to_text(), end="")
     print(
-        f"times: a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, minimum of "
-        f"{TIMES} runs; prefix: forward; rest: forward and backward; cached: speed-up over cut 0 if "
+        f"times: a batch of {batch_size}, {plural(torch.get_num_threads(), 'thread')}, minimum of a "
+        f"few runs; prefix: forward; rest: forward and backward; cached: speed-up over cut 0 if "
         f"only the rest runs"
     )
     return 0
@@ -72,7 +71,7 @@ def outline(chain: Chain, images: Tensor) -> Table:
     ]
     rows, whole, x, prefix = [], 0.0, images, 0.0
     for cut in range(len(chain.blocks)):
-        rest = least_seconds(lambda cut=cut, x=x: step(chain, x, cut), times=TIMES)  # type: ignore[misc]
+        rest = min_seconds(lambda cut=cut, x=x: step(chain, x, cut))  # type: ignore[misc]
         whole = whole or rest
         frozen = sum(sizes[:cut])
         rows.append(
@@ -88,7 +87,7 @@ def outline(chain: Chain, images: Tensor) -> Table:
             }
         )
         if cut + 1 < len(chain.blocks):
-            prefix += least_seconds(lambda cut=cut, x=x: forward(chain, x, cut), times=TIMES)  # type: ignore[misc]
+            prefix += min_seconds(lambda cut=cut, x=x: forward(chain, x, cut))  # type: ignore[misc]
             x = forward(chain, x, cut)
     return table_of(rows, prose=("Frozen up to",))
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH, LAYERS, HEADS = 128, 6, 4
-INITIAL_STD = 0.02
 EMBEDDING = "embedding.weight"
 """Name of the shared parameter in the model."""
 
@@ -79,7 +78,7 @@ class TinyLM(nn.Module):
                 # Smaller initial weights in front of the skip connections, so that the variance does not grow with
                 # depth.
                 added = name.endswith(("attention_out.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=INITIAL_STD / (2 * layers) ** 0.5 if added else INITIAL_STD)
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 

@@ -19,10 +19,7 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.metrics import WORDS, in_words
 from hvfreeze.report.comparison import WITHOUT_EFFECT, Group, Spread, compare, seeds
 from hvfreeze.runs.reading import BALANCE, TRAINING_PHASES, Run
-from hvfreeze.wording import on_one_line, plural
-
-RANKS_SHOWN = 8
-"""Largest number of ranks whose proposals and weights are listed instead of counted."""
+from hvfreeze.wording import MOST_NAMED, on_one_line, plural
 
 
 def percent(value: float, digits: int = 1) -> str:
@@ -324,7 +321,7 @@ def vote_row(line: Mapping[str, Any]) -> dict[str, str]:
 
 def ballots(values: Sequence[str]) -> str:
     """Return one value per rank in rank order; for many ranks, the number of each value."""
-    if len(values) <= RANKS_SHOWN:
+    if len(values) <= MOST_NAMED:
         return ", ".join(values)
     return ", ".join(f"{plural(count, 'time')} {value}" for value, count in Counter(values).most_common())
 

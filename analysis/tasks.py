@@ -127,9 +127,6 @@ TASKS |= {
     "cifar-20000": Task(
         words="CIFAR-10, 20,000 images", images=20_000, flags={**RESNET, "train_samples": 20_000}, folder="cifar"
     ),
-    "cifar-50000": Task(
-        words="CIFAR-10, all 50,000 images", images=50_000, flags=RESNET, batch=128, full={"lr": 0.1}, folder="cifar"
-    ),
     "mobilenet": Task(
         words="five classes of CIFAR-10, 5,000 images, MobileNetV3",
         images=5_000,

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "pool": 2,
     "checkpoint_every": "5steps",
 }
-FEW = {"FIRST_ROUND_EPOCHS": 0.5, "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
+FEW = {"FIRST_ROUND_EPOCHS": (0.5, 0.5), "FIRST_ROUND_STEPS": 1, "GOOD_ENOUGH": -1}
 """Short rounds, of which none is good enough to be the last."""
 Ask = Callable[[Job, str], bool]
 """(job, what comes next: features, pass, step) -> whether the last rank asks to leave."""

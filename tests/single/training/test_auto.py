@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hvfreeze.config.tree import from_dict
 from hvfreeze.tasks import Classes, Numbers
 from hvfreeze.training import auto as module
 from hvfreeze.training.auto import Plan, auto
+from hvfreeze.training.budget import Work
 from hvfreeze.training.evaluation import Score
 from hvfreeze.training.verbs import FineTuned, Run
 from tests.program import succeed, summary_of
@@ -150,6 +152,24 @@ def test_a_round_that_harms_is_reverted(
 ) -> None:
     found = decided((*FAR, *probes), scores, failing=failing, epochs=30.0, monkeypatch=monkeypatch)
     assert found[2:5] == [("round", 6.0), ("restore", "kept"), ("fit_head", True)]
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(14_000, 3), (15_000, 4), (60_000, 4)])
+def test_many_samples_have_a_longer_first_round_instead_of_a_trial(samples: int, epochs: int) -> None:
+    settings = from_dict({"freeze": "auto", "weights": "some.pt"})
+    per_rank = samples // 2
+    batch = settings.optimizer.batch_size
+    deal = SimpleNamespace(batches_per_epoch=per_rank // batch, batch_size=batch, samples=samples)
+    context = SimpleNamespace(
+        feed=SimpleNamespace(plan=deal), chain=SimpleNamespace(model=torch.nn.Sequential(torch.nn.BatchNorm2d(3)))
+    )
+    factory = SimpleNamespace(context=context, with_affordable_flips=lambda config: config, can_hold_out=lambda: True)
+    work = Work(forward=1e9, samples=per_rank, rows=per_rank)
+    budget = SimpleNamespace(work=work, left=lambda: 1e9, limit=0.0)
+    run: Any = SimpleNamespace(settings=settings, budget=budget, job=SimpleNamespace(factory=factory))
+    plan = module.plan_run(run)
+    assert plan.has_trial == (epochs == 3) and plan.has_many == (epochs == 4)
+    assert plan.first_round == epochs * plan.epoch and plan.has_room
 
 
 def test_the_first_round_of_many_samples_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,3 +203,17 @@ def test_what_workers_import_is_there() -> None:
                     name = f"{node.module}.{alias.name}"
                     inside = hasattr(module, "__path__") and importlib.util.find_spec(name)
                     assert hasattr(module, alias.name) or inside, f"{path}:{node.lineno}: {name}"
+
+
+def test_no_test_replaces_the_clock_of_other_threads() -> None:
+    """Tests replace a module's name `time`, not a function of the module that all threads share."""
+    shared = re.compile(
+        r"""(setattr|patch\.object)\(\s*([\w.]+\.)?(time|select), ["']|(setattr|patch)\(["'](time|select)\."""
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if shared.search(line)
+    ]
+    assert not found, f"set the attribute `time` of the module under test: {', '.join(found)}"

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_copies_leave_one_run_with_the_pace_of_each(tmp_path: Path, monkeypatch:
         return 0
 
     monkeypatch.setattr(copies, "main", program)
-    monkeypatch.setattr(copies.time, "sleep", lambda seconds: begun.touch())
+    monkeypatch.setattr(copies, "time", SimpleNamespace(sleep=lambda seconds: begun.touch()))
     monkeypatch.setattr(copies, "pin_or_exit", lambda rank: None)
     for rank in ("1", "0"):
         monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"})

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,8 +35,8 @@ def looks(monkeypatch: pytest.MonkeyPatch, seen: Sequence[tuple[float, bool]]) -
         clock += seconds
         return [], [], []
 
-    monkeypatch.setattr(end_guard.select, "select", wait)
-    monkeypatch.setattr(end_guard.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(end_guard, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(end_guard, "time", SimpleNamespace(monotonic=lambda: clock))
     monkeypatch.setattr(end_guard, "is_stopped", lambda process: stopped)
     monkeypatch.setattr(end_guard.os, "kill", lambda process, number: killed.append((process, number)))
     end_guard.watch(RANK, LIMIT, os.getppid())

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from hvfreeze.runs import clock as module
 from hvfreeze.runs.clock import PhaseClock
 
 
 def test_processor_seconds_are_those_of_the_phases_in_which_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     now, used = [100.0], [7.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time, "process_time", lambda: used[0])
+    times = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: used[0])
+    monkeypatch.setattr(module, "time", times)
 
     def spend(seconds: float, *, threads: float = 1.0) -> None:
         now[0] += seconds

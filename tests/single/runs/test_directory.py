@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tests.single.runs.starting import ENVIRONMENT, kept, settings, start
 
 
 def test_names_of_jobs_that_start_in_the_same_second_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr(module, "time", SimpleNamespace(strftime=lambda form: "20260101-000000"))
     names = {directory_name("../resnet 18", "digits") for _ in range(100)}
     assert len(names) == 100
     assert all(name.startswith("20260101-000000-.._resnet_18-digits-") and "/" not in name for name in names)
@@ -134,8 +135,7 @@ def test_a_lock_from_another_host_is_waited_for_as_long_as_a_file_server_keeps_i
     monkeypatch.setattr(files.socket, "gethostname", lambda: host)
     lock = files.lock_directory(tmp_path)
     monkeypatch.setattr(files.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(files.time, "monotonic", lambda: clock)
-    monkeypatch.setattr(files.time, "sleep", sleep)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock, sleep=sleep))
     with pytest.raises(UsageError, match=rf"is in use by process \d+ on {host}; wait") as refused:
         check_directory(tmp_path, settings(resume=resume), ENVIRONMENT)
     lock.release()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hvfreeze.runs import progress
@@ -50,7 +52,7 @@ def test_a_detail_is_logged_and_not_printed(capsys: pytest.CaptureFixture[str]) 
 
 def test_long_runs_log_few_progress_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1300))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     shown = Progress(RunLogger(rank=0, quiet=False), 1260)
     for number in range(1, 1261):
         shown.step(number, 1260, "21 minutes")

@@ -124,9 +124,6 @@ TASKS |= {
         },
         folder="cifar",
     ),
-    "cifar-20000": Task(
-        words="CIFAR-10, 20,000 images", images=20_000, flags={**RESNET, "train_samples": 20_000}, folder="cifar"
-    ),
     "mobilenet": Task(
         words="five classes of CIFAR-10, 5,000 images, MobileNetV3",
         images=5_000,

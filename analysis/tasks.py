@@ -53,7 +53,8 @@ FULL: dict[str, Value] = {"lr": 0.05, "schedule": "cosine", "evaluate_every": EP
 SOLUTION, TUNED, WHOLE = "hvfreeze auto --epochs 1", "hvfreeze auto", f"full fine-tuning, {EPOCHS} epochs"
 """Names for readers: a fitted head without fine-tuning, auto, and full fine-tuning, with which both are compared."""
 SOLVED: dict[str, Value] = {**AUTO, "epochs": 1}
-LONGER, LOWER = (f"full fine-tuning, {2 * EPOCHS} epochs{rate}" for rate in ("", " at a fifth of the learning rate"))
+LONGER = f"full fine-tuning, {2 * EPOCHS} epochs"
+LOWER = f"{LONGER} at a fifth of the learning rate"
 FULLS = {"full": WHOLE, "full16": LONGER, "full16low": LOWER}
 """Label of a way of full fine-tuning -> what a reader knows it by."""
 

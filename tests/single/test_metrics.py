@@ -1,4 +1,4 @@
-"""Metrics equal scikit-learn's, also those that are computed here."""
+"""Metrics equal scikit-learn's, also if hvfreeze computes them."""
 
 from __future__ import annotations
 

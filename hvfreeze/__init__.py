@@ -20,7 +20,7 @@ _PUBLIC = {
     "CachedLoader": "integration.cached_loader",
     "Config": "config.tree",
     "DistributedOptimizer": "integration.optimizer",
-    "FreezeConfig": "freezing.settings",
+    "FreezeConfig": "config.freeze",
     "HvfreezeError": "errors",
     "fit_classifier": "integration.fit_classifier",
     "fit_head": "integration.fit_head",

@@ -1,6 +1,7 @@
 """Finds settings that have no effect because of a run's data, ranks or length.
 
-Settings that do not apply to any run with the other settings are refused earlier, see `hvfreeze.section.Alternative`.
+Settings that do not apply to any run with the other settings are refused earlier: see
+`hvfreeze.config.section.Alternative`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvfreeze.comm.reducer import UNCOMPRESSED_STEPS
+from hvfreeze.config.cache import CACHED
 from hvfreeze.config.flags import flag_of
+from hvfreeze.config.freeze import GAINS, NORMS, SEEN, VOTED
+from hvfreeze.config.head import TRAINED
+from hvfreeze.config.optimizer import UNWEIGHTED
+from hvfreeze.config.section import Alternative
 from hvfreeze.config.tree import Config, fields_of, leaves, settings_of
 from hvfreeze.freezing.cadence import Cadence
-from hvfreeze.freezing.settings import GAINS, NORMS, SEEN, VOTED
-from hvfreeze.heads.settings import TRAINED
-from hvfreeze.prefix.settings import CACHED
-from hvfreeze.section import Alternative
-from hvfreeze.training.settings import UNWEIGHTED
 from hvfreeze.wording import plural
 
 

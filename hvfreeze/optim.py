@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.tasks import Classes, Samples, Task
-from hvfreeze.training.settings import OptimizerConfig
 
 TRUST = 0.001
 """Relative change of a tensor's norm per step, at learning rate 1 and without momentum."""

@@ -17,20 +17,20 @@ from analysis.benchmarks.contest import Pace
 from analysis.benchmarks.ranks import Ranks
 from hvfreeze.cache.activations import PrefixActivations
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
+from hvfreeze.config.data import DataConfig
+from hvfreeze.config.freeze import FreezeConfig
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.images import ArraySource
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids, plan_shards
-from hvfreeze.freezing.settings import FreezeConfig
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.strategies.data_parallel import DataParallel
 from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.build import assemble
 from hvfreeze.training.job import Job
 from hvfreeze.training.loop import train_step
-from hvfreeze.training.settings import OptimizerConfig
 
 BATCH_ROWS = 128
 NUM_CLASSES = 10

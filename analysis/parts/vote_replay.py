@@ -20,10 +20,10 @@ from analysis.parts.vote_log import INTERVAL, LR, RANKS, WARMUP, Interval, Log, 
 from analysis.sweeps.statistics import Interval as Spread
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing.coherence import Coherence, gap
 from hvfreeze.freezing.criteria import CRITERIA, Evidence, Proposer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.freezing.vote import Voter, hold_vote, voting_weight
 from hvfreeze.runs.reading import Move
 

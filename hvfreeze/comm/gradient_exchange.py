@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.low_rank import LowRankBucket, Send, Wait, fits, place_in
-from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import parse_compression
 from hvfreeze.errors import UsageError
 
 Named = Sequence[tuple[str, nn.Parameter]]

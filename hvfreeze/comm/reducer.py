@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hvfreeze.comm.gradient_exchange import Bucket, GradientExchange, Scaling, check_types, lay_out
 from hvfreeze.comm.low_rank import check_arithmetic
 from hvfreeze.comm.mpi_environment import TCP_MESSAGE_BYTES
-from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import parse_compression
 from hvfreeze.errors import DivergedError, UsageError
 
 

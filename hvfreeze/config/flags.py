@@ -12,6 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvfreeze.config.data import DATA_SETS, TEXT, is_table
+from hvfreeze.config.freeze import AUTO, BY_HAND
+from hvfreeze.config.model import TINY_LM
+from hvfreeze.config.registry import STRATEGIES
+from hvfreeze.config.run import parse_cadence
 from hvfreeze.config.tree import (
     RENAMED,
     Config,
@@ -30,12 +35,7 @@ from hvfreeze.config.tree import (
     unknown_for,
     with_defaults,
 )
-from hvfreeze.data.settings import DATA_SETS, TEXT, is_table
 from hvfreeze.errors import EXIT_CODES, UsageError
-from hvfreeze.freezing.settings import AUTO, BY_HAND
-from hvfreeze.model.settings import TINY_LM
-from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.training.settings import parse_cadence
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 

@@ -13,18 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.data.settings import TEXT, DataConfig
+from hvfreeze.config.cache import CacheConfig
+from hvfreeze.config.data import TEXT, DataConfig
+from hvfreeze.config.freeze import AUTO, FreezeConfig
+from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.model import TINY_LM, ModelConfig
+from hvfreeze.config.optimizer import AUTO_DEFAULTS, AUTO_RATE, OptimizerConfig
+from hvfreeze.config.registry import STRATEGIES
+from hvfreeze.config.run import RunConfig
+from hvfreeze.config.section import By, Section, given_to
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.settings import AUTO, FreezeConfig
-from hvfreeze.heads.settings import HeadConfig
-from hvfreeze.model.settings import TINY_LM, ModelConfig
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.rules import rule, typed, types_of
-from hvfreeze.section import By, Section, given_to
-from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.strategies.settings import StrategyConfig
-from hvfreeze.training.settings import AUTO_DEFAULTS, AUTO_RATE, OptimizerConfig, RunConfig
 from hvfreeze.user_code import HF, is_named_code
 from hvfreeze.wording import did_you_mean
 

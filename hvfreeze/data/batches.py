@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.config.data import DataConfig, parse_recipe
 from hvfreeze.data.data_sets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
 from hvfreeze.data.images import listed, load_all
-from hvfreeze.data.settings import DataConfig, parse_recipe
 from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_validation, stratified_subset
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for

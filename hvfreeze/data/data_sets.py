@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.config.data import is_table
 from hvfreeze.data.cifar import ARCHIVES, Contents, download, read_archive
 from hvfreeze.data.folders import Folders, absence_of, is_folder, list_folders, splits_in
 from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading
-from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import evenly, split_validation
 from hvfreeze.data.sizes import UNEQUAL_SIDE
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table

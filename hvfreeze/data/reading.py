@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from hvfreeze.data.settings import DataConfig
+from hvfreeze.config.data import DataConfig
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.user_code import HF, is_named_code
 
@@ -41,9 +41,9 @@ class Reading:
     background: Colour = (255, 255, 255)
     """Colour behind transparent parts and around padded images."""
     fit: str = "crop"
-    """Fit to the square, one of `data.settings.FITS`."""
+    """Fit to the square, one of `config.data.FITS`."""
     resample: str = "bilinear"
-    """Interpolation, one of `data.settings.RESAMPLES`."""
+    """Interpolation, one of `config.data.RESAMPLES`."""
 
     @property
     def filter(self) -> Image.Resampling:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hvfreeze.data.settings import parse_dirichlet
+from hvfreeze.config.data import parse_dirichlet
 from hvfreeze.errors import UsageError
 from hvfreeze.rules import number_list, one_of, rule
 from hvfreeze.wording import plural

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvfreeze.config.data import DataConfig
 from hvfreeze.data.folders import Folders, Listing, folders_of, hold_out, looks_of, meant_by
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.split_names import split_of
 from hvfreeze.data.table_files import Table, read_table
 from hvfreeze.errors import RefusedError, UsageError

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.config.data import parse_views
 from hvfreeze.data.data_sets import ImageSet
-from hvfreeze.data.settings import parse_views
 from hvfreeze.data.shards import Bits, Ids, draw, two_below
 
 
@@ -130,7 +130,7 @@ class Transform:
     cropped_to: int | None = None
     """Side of the crop in pixels; without augmentation it is the centre crop."""
     recipe: tuple[str, ...] = ("crop",)
-    """Augmentation steps of a view; see `data.settings.parse_recipe`."""
+    """Augmentation steps of a view; see `config.data.parse_recipe`."""
 
     def __call__(self, pixels: Tensor, *, ids: Ids, views: Ids) -> Tensor:
         """Return the given views: cropped by the recipe, flipped, recoloured, normalised and enlarged.

@@ -5,9 +5,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from hvfreeze.comm.replica_sync import broadcast_model
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.examples.data import digits
 from hvfreeze.freezing.freezer import freeze_by_vote
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.script_world import script_world
 from hvfreeze.torchvision_shim import torchvision
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, USABLE_INTERVALS, Evidence, Proposer
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.runs.reading import Move
 from hvfreeze.wording import plural
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from hvfreeze.comm.reducer import Observer, Reducer
 from hvfreeze.comm.replica_sync import StatisticsAverage
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence, epochs_until_move
 from hvfreeze.freezing.coherence import Coherence, count_probe_steps, gap
 from hvfreeze.freezing.criteria import Evidence, Proposer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import GradientSums, Join, Observations
-from hvfreeze.freezing.settings import VOTE_WEIGHTS, FreezeConfig
 from hvfreeze.freezing.vote import Decision, Voter, hold_vote, voting_weight
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs, in_blocks

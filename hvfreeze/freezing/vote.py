@@ -11,8 +11,8 @@ from typing import TypedDict
 import torch
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing.criteria import Evidence, Proposer, gain_shares, rates_of_change
-from hvfreeze.freezing.settings import FreezeConfig
 
 WEIGHT_STEPS = 2**20
 

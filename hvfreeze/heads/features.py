@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvfreeze.config.head import TOKENS
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.settings import TOKENS
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.map_layout import channels_last, shapes_of, tokens_last
 from hvfreeze.model.steps import Call
@@ -29,7 +29,7 @@ class EveryBlock:
         """Take a chain of at least two blocks, and `pool`, at least 1.
 
         `turned` has for each block but the last whether its output's last dimension belongs in the second place.
-        `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D); `sides` are the sides of images, (H,
+        `tokens`, one of `config.head.TOKENS`, is the form of tokens (B, T, D); `sides` are the sides of images, (H,
         W).
         """
         self._blocks = chain.blocks[:-1]
@@ -68,7 +68,7 @@ class MeanWithMirrorImage:
 def every_block(chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean") -> EveryBlock:
     """Return the function from images to the features of all blocks but the last; `example`, (B, ...), gives the shape.
 
-    `tokens`, one of `heads.settings.TOKENS`, is the form of tokens (B, T, D).
+    `tokens`, one of `config.head.TOKENS`, is the form of tokens (B, T, D).
 
     Raises:
         UsageError: there is no block before the head, `pool` is below 1, or a block's layout is ambiguous.
@@ -122,7 +122,7 @@ def grid_of(tokens: int, sides: tuple[int, ...]) -> tuple[int, int, int] | None:
 
 
 def token_forms(chain: Chain, *, example: Tensor) -> tuple[str, ...]:
-    """Return the forms of `heads.settings.TOKENS` that fit the tokens of the blocks; empty if no block has tokens."""
+    """Return the forms of `config.head.TOKENS` that fit the tokens of the blocks; empty if no block has tokens."""
     if example.dim() != 4:
         return ()
     shapes = shapes_of(chain, range(1, len(chain.blocks)), example[:1])

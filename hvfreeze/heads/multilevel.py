@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.heads.features import MeanWithMirrorImage, before_last_layer, every_block
 from hvfreeze.heads.kernel import KernelFit, KernelHead
 from hvfreeze.heads.linear import HeadFit
-from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.model.blocks import Block, Chain
 from hvfreeze.model.modes import in_evaluation
 

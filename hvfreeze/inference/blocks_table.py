@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.data.settings import MOST_PIXELS
+from hvfreeze.config.data import MOST_PIXELS
+from hvfreeze.config.model import TINY_LM
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
-from hvfreeze.model.settings import TINY_LM
 from hvfreeze.report.tables import Table, factor, percent, table_of
 from hvfreeze.rules import rule
 from hvfreeze.runs.files import reason_of

@@ -20,6 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from hvfreeze import __version__
+from hvfreeze.config.data import FITS, MOST_PIXELS, RESAMPLES
+from hvfreeze.config.head import TOKENS
 from hvfreeze.data.reading import (
     READING,
     Colour,
@@ -31,11 +33,9 @@ from hvfreeze.data.reading import (
     to_pixels,
     to_rgb,
 )
-from hvfreeze.data.settings import FITS, MOST_PIXELS, RESAMPLES
 from hvfreeze.data.text import encode
 from hvfreeze.data.views import Augment, Transform, Triple
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.heads.settings import TOKENS
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.runs.files import publish
 from hvfreeze.runs.reading import read_bytes
@@ -242,7 +242,7 @@ HEADS = re.compile(
     rf"last|mlp(-[1-9][0-9]{{0,5}}(x[1-9][0-9]{{0,5}})*)?|(multi-level|kernel):[1-9][0-9]?(:class|:grid)?({MIRRORED})?"
 )
 """Valid heads: `last` is the architecture's own, and `mlp-WxW...` an `Mlp` in its place. The others read every block at
-P x P cells; of tokens they read the mean, or `:class` or `:grid` (see `heads.settings.TOKENS`). `multi-level:P` is
+P x P cells; of tokens they read the mean, or `:class` or `:grid` (see `config.head.TOKENS`). `multi-level:P` is
 linear, `kernel:P` a `KernelHead`. With `:mirrored` the head averages over horizontal flips."""
 
 

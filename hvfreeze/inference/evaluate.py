@@ -25,6 +25,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.config.data import is_table
 from hvfreeze.data.batches import choose
 from hvfreeze.data.cifar import ARCHIVES
 from hvfreeze.data.class_shares import accuracy_in_words, majority_of
@@ -34,7 +35,6 @@ from hvfreeze.data.folders import absence_of, is_folder, meant_by, scan, splits_
 from hvfreeze.data.hub_sets import open_test
 from hvfreeze.data.images import BrokenImagesError, listed
 from hvfreeze.data.own import read_image
-from hvfreeze.data.settings import is_table
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, columns_of, labels_for_model, list_for_evaluation
 from hvfreeze.data.text import TextSource

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hvfreeze.config.model import ModelConfig, is_downloaded
 from hvfreeze.config.tree import Config
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.views import Statistics
@@ -19,7 +20,6 @@ from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import read_card, sha256_of
 from hvfreeze.model.hugging_face import read_statistics
 from hvfreeze.model.model_sources import timm_statistics
-from hvfreeze.model.settings import ModelConfig, is_downloaded
 from hvfreeze.model.weight_names import entry_of_file, find_entry
 from hvfreeze.model.weights import statistics_of_entry
 from hvfreeze.user_code import HF, TIMM

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvfreeze.config.data import is_table
 from hvfreeze.data.folders import PassedOver, images_below
 from hvfreeze.data.hub_sets import HubImages, open_images
 from hvfreeze.data.images import SUFFIXES, BrokenImagesError, listed
 from hvfreeze.data.own import read_image
 from hvfreeze.data.reading import PixelArray
-from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
 from hvfreeze.inference.answers import Decoding, answers, rows_of

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hvfreeze import __version__
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.reading import Reading, reading_of
 from hvfreeze.data.views import Transform
 from hvfreeze.data.windows import Shift
-from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.inference.card import MIRRORED, Card, Preparation, sha256_of
 from hvfreeze.model.hugging_face import read_architecture
 from hvfreeze.model.weights import weights_path

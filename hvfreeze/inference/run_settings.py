@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvfreeze.config.data import is_table
 from hvfreeze.config.tree import Config, from_dict
-from hvfreeze.data.settings import is_table
 from hvfreeze.data.tables import Columns, columns_of
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.runs.reading import read_config

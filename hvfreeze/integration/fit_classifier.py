@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.config.head import TOKENS
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.kernel import PENALTIES, fit_kernel
 from hvfreeze.heads.multilevel import MultiLevelClassifier, take
-from hvfreeze.heads.settings import TOKENS
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import solver_memory
 from hvfreeze.integration.fit_head import checked, weighted_rows

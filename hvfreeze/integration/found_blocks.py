@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.script_world import log
 from hvfreeze.model.blocks import Chain, IndivisibleError
 from hvfreeze.model.traced import (

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.gradient_exchange import Scaling
 from hvfreeze.comm.replica_sync import broadcast_tensors
-from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import CRITERIA, FreezeConfig
+from hvfreeze.config.optimizer import parse_compression
 from hvfreeze.errors import ArgumentError, UsageError
 from hvfreeze.freezing.cadence import check_schedules
-from hvfreeze.freezing.settings import CRITERIA, FreezeConfig
 from hvfreeze.integration.script_world import log
 
 COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}

@@ -25,11 +25,11 @@ from hvfreeze.comm.agreement import check_equal, raise_on_all_ranks
 from hvfreeze.comm.gradient_exchange import sparse_parameters
 from hvfreeze.comm.script_reducer import ScriptReducer
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen_prefix import give_buffers
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.freezing.vote import Decision, Voter
 from hvfreeze.integration.changed_elsewhere import ChangedElsewhere
 from hvfreeze.integration.epoch_length import EpochLength

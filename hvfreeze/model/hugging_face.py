@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.data.settings import RESAMPLES
+from hvfreeze.config.data import RESAMPLES
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.steps import Layout, Step, classifier_layout, make_step, split_step
 from hvfreeze.user_code import HF

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from hvfreeze.config.head import parse_mlp
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.weights import head_layers
 
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from hvfreeze.data.settings import MOST_PIXELS
+from hvfreeze.config.data import MOST_PIXELS
+from hvfreeze.config.head import parse_mlp
+from hvfreeze.config.model import TINY_LM, is_url
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
 from hvfreeze.model.narrow_resnets import NARROW_RESNETS, narrow_resnet
-from hvfreeze.model.settings import TINY_LM, is_url
 from hvfreeze.model.small_maps import run_convolutions
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.model.weight_names import download, find_entry

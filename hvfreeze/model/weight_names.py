@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
+from hvfreeze.config.model import is_url, weights_entry
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.model.settings import is_url, weights_entry
 from hvfreeze.torchvision_shim import torchvision
 from hvfreeze.user_code import HF, TIMM
 

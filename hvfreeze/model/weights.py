@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvfreeze.config.model import is_url
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.model.blocks import Chain, group_steps, owners_of
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.hugging_face import find_folder, weight_files
-from hvfreeze.model.settings import is_url
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM
 from hvfreeze.model.weight_files import AVERAGED, choose_state, load_content
 from hvfreeze.model.weight_names import find_entry, place_of

@@ -31,9 +31,9 @@ from hvfreeze.cache.planning import (
 )
 from hvfreeze.comm.agreement import gather_results
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.errors import UsageError
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import RowSource, Split
 
 

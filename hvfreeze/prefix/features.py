@@ -17,14 +17,14 @@ from hvfreeze.cache.file.reader import refusals
 from hvfreeze.cache.fingerprint import Fingerprint
 from hvfreeze.comm.agreement import gather_results, raise_on_all_ranks, synchronize_in_rounds
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
+from hvfreeze.config.data import DataConfig
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.decoding import Inputs
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_precision
 from hvfreeze.prefix.cache_decision import Account, CostInputs, Planner, PrefixTimer
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe, RowSource, Split, prefix_digest
 from hvfreeze.runs.clock import PhaseClock
 

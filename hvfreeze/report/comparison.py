@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvfreeze.freezing.settings import AUTO
+from hvfreeze.config.freeze import AUTO
 from hvfreeze.runs.reading import Run
 
 SEEDS = frozenset({"seed", "data_seed"})

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvfreeze.config.freeze import AUTO
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import PRIVATE_FOLDER
-from hvfreeze.freezing.settings import AUTO
 from hvfreeze.runs.files import check_unlocked, lock_directory, reason_of
 from hvfreeze.runs.identity import Settings, changes
 from hvfreeze.runs.reading import read_config, read_object

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvfreeze.data.settings import absolute_data
+from hvfreeze.config.data import absolute_data
+from hvfreeze.config.model import is_downloaded
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.model.settings import is_downloaded
 
 Settings = Mapping[str, Mapping[str, Any]]
 """A configuration as nested dicts, by section and leaf."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvfreeze.config.freeze import AUTO
 from hvfreeze.config.tree import convert, defaults_of, leaves
 from hvfreeze.errors import RefusedError, UsageError
-from hvfreeze.freezing.settings import AUTO
 from hvfreeze.metrics import named_in
 from hvfreeze.plain_yaml import parse_plain_yaml
 from hvfreeze.rules import typed

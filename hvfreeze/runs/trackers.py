@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvfreeze.config.run import TRACKERS
 from hvfreeze.errors import UsageError
 from hvfreeze.runs.files import publish
-from hvfreeze.training.settings import TRACKERS
 
 SECONDS_TO_END, SECONDS_AFTER_ERROR = 30.0, 5.0
 """How long the end of a run waits for its trackers, and that of a run that failed, for which other ranks wait."""

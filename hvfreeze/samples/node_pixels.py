@@ -9,6 +9,7 @@ import numpy as np
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.node_memory import Node, node_of, protect, share_memory
 from hvfreeze.comm.world import World
+from hvfreeze.config.data import DataConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.cifar import ARCHIVES, IMAGE_SHAPE, Contents, read_classes, read_images
@@ -16,7 +17,6 @@ from hvfreeze.data.data_sets import ImageSet, root_of
 from hvfreeze.data.decoding import Pool, open_pool
 from hvfreeze.data.folders import is_folder
 from hvfreeze.data.reading import PixelArray
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.shards import Ids
 from hvfreeze.data.text import TextSource
 from hvfreeze.strategies.opening import reads_images

@@ -15,6 +15,8 @@ from hvfreeze.comm.resources import (
     memory_budget,
 )
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import parse_class_weights
+from hvfreeze.config.run import METRICS
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed, deal, open_feeds
 from hvfreeze.data.data_sets import DataSplits, list_data, open_data, prepare_data, root_of
@@ -31,7 +33,6 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.samples.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.strategies.opening import reads_images, replicas_of
 from hvfreeze.tasks import Classes, Numbers, Task
-from hvfreeze.training.settings import METRICS, parse_class_weights
 from hvfreeze.wording import did_you_mean, first_few
 
 

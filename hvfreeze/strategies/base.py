@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
 from hvfreeze.data.batches import Batch, Corpus, TrainFeed
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.errors import NumericsError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.vote import Decision
 from hvfreeze.model.blocks import Chain
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Split
 from hvfreeze.runs.clock import PhaseClock
 

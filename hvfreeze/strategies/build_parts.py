@@ -13,13 +13,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.resources import memory_budget
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
+from hvfreeze.config.freeze import FreezeConfig
+from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.strategy import CutConfig
 from hvfreeze.config.tree import TEXT_STRATEGIES, Config
 from hvfreeze.data.views import blank, seen_shape
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.gradients import Join
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.freezing.vote import Voter, coverage
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
@@ -27,12 +30,9 @@ from hvfreeze.model.segments import Segment, cut_at, cut_evenly, segment_bytes, 
 from hvfreeze.optim import open_optimizer
 from hvfreeze.prefix.cache_decision import CostInputs, Horizon, open_budget
 from hvfreeze.prefix.features import CacheTerms, Features, Halves, open_features
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import BuildContext
-from hvfreeze.strategies.settings import CutConfig
-from hvfreeze.training.settings import OptimizerConfig
 
 
 def cost_inputs(

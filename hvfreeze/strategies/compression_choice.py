@@ -15,8 +15,8 @@ from typing import Any
 from hvfreeze.comm.gradient_exchange import Named
 from hvfreeze.comm.low_rank import LowRankBucket, fits
 from hvfreeze.comm.reducer import Reducer
-from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import parse_compression
 from hvfreeze.runs.clock import BESIDE_TRAINING, PhaseClock
 
 CANDIDATES = ("none", "fp16", "powersgd:32", "powersgd:16")

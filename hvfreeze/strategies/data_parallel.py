@@ -27,6 +27,7 @@ from hvfreeze.comm.replica_sync import (
     running_statistics,
 )
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch, TrainFeed
 from hvfreeze.errors import UsageError
@@ -44,7 +45,6 @@ from hvfreeze.strategies.build_parts import (
 )
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
 from hvfreeze.strategies.whole_replicas import WholeReplicas
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

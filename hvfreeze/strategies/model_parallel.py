@@ -19,13 +19,13 @@ from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.replica_sync import explain_difference
 from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.errors import DivergedError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import RunBlocks, tensors_of
 from hvfreeze.optim import Update
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.base import MODEL, WholeModel, not_finite
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 Named = Iterable[tuple[str, nn.Parameter]]

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Sequence
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import rows_at_once
 from hvfreeze.strategies.base import BuildContext, Strategy
-from hvfreeze.strategies.settings import StrategyConfig
 
 
 def open_strategy(context: BuildContext, config: Config) -> Strategy:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvfreeze.config.freeze import AUTO
 from hvfreeze.config.tree import Config
-from hvfreeze.freezing.settings import AUTO
 from hvfreeze.training.evaluation import Score, fall
 from hvfreeze.training.verb_settings import default, for_head, for_network, for_round, for_trial, in_short, with_sgd
 from hvfreeze.training.verbs import Run

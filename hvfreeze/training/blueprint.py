@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hvfreeze.config.model import ModelConfig
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.views import seen_shape
 from hvfreeze.errors import UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.model_sources import build_model, set_memory_formats
 from hvfreeze.model.modes import in_evaluation, state_kept
-from hvfreeze.model.settings import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

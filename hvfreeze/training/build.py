@@ -20,25 +20,25 @@ from hvfreeze.comm.resources import (
     threads_per_rank,
 )
 from hvfreeze.comm.world import World
+from hvfreeze.config.data import TEXT, DataConfig
+from hvfreeze.config.freeze import AUTO
+from hvfreeze.config.model import is_downloaded
 from hvfreeze.config.tree import Config, to_dict, to_file
 from hvfreeze.data.batches import Corpus, padded_batches
 from hvfreeze.data.decoding import Images
 from hvfreeze.data.folders import class_folder_of, first_image
 from hvfreeze.data.images import TRANSPARENT, ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource
-from hvfreeze.data.settings import TEXT, DataConfig
 from hvfreeze.effects import Plan, without_effect
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Length
 from hvfreeze.freezing.frozen_prefix import trainable_of
-from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.features import token_forms
 from hvfreeze.heads.flips import find_out, is_open
 from hvfreeze.heads.token_form import try_token_forms
 from hvfreeze.inference.run_card import card_of, libraries_of
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.hugging_face import read_preparation
-from hvfreeze.model.settings import is_downloaded
 from hvfreeze.model.small_maps import note_on_small_maps
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.runs.directory import PER_RANK, check_directory, directory_name, open_record, unusable

@@ -14,9 +14,10 @@ from types import FrameType
 from typing import Any
 
 from hvfreeze.comm.mpi_environment import handling
+from hvfreeze.config.data import TEXT
+from hvfreeze.config.optimizer import UNWEIGHTED
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import accuracy_in_words
-from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import Preempted
 from hvfreeze.metrics import in_words, named_in
@@ -26,7 +27,6 @@ from hvfreeze.training.budget import Pace
 from hvfreeze.training.checkpoint import finish_saving, is_due, save, save_if_due
 from hvfreeze.training.evaluation import Scores, by_model, count, evaluate, mean, other_numbers, reduce
 from hvfreeze.training.job import Job
-from hvfreeze.training.settings import UNWEIGHTED
 from hvfreeze.wording import plural
 
 

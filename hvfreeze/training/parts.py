@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import TrainFeed, augment_of
 from hvfreeze.data.decoding import Images
@@ -21,7 +22,6 @@ from hvfreeze.heads.features import before_last_layer, every_block
 from hvfreeze.heads.kernel import ALL_COMPARED, centres_for
 from hvfreeze.heads.multilevel import solvable_chain
 from hvfreeze.heads.probe import HeldOut, Probe, seen_by
-from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.segments import work_of

@@ -16,12 +16,12 @@ import torch
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import noticing
 from hvfreeze.comm.world import World
+from hvfreeze.config.data import TEXT
 from hvfreeze.config.flags import data_of, settings_of_auto
+from hvfreeze.config.freeze import AUTO
 from hvfreeze.config.tree import Config, check_known, from_dict, to_dict
-from hvfreeze.data.settings import TEXT
 from hvfreeze.data.text import per_character
 from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, UsageError
-from hvfreeze.freezing.settings import AUTO
 from hvfreeze.heads.multilevel import MultiLevelClassifier
 from hvfreeze.inference.card import sha256_of, write_card
 from hvfreeze.inference.run_card import head_named

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hvfreeze.config.data import TEXT
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus
 from hvfreeze.data.class_shares import majority_of
 from hvfreeze.data.data_sets import ImageSet
-from hvfreeze.data.settings import TEXT
 from hvfreeze.effects import Plan
 from hvfreeze.heads.flips import WAY_OUT, Finding
 from hvfreeze.heads.kernel import ALL_COMPARED

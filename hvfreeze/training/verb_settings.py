@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hvfreeze.config.freeze import AUTO
+from hvfreeze.config.head import HeadConfig
+from hvfreeze.config.optimizer import AUTO_DEFAULTS, OptimizerConfig
 from hvfreeze.config.tree import SOLVED, Config
-from hvfreeze.freezing.settings import AUTO
-from hvfreeze.heads.settings import HeadConfig
-from hvfreeze.training.settings import AUTO_DEFAULTS, OptimizerConfig
 
 
 def for_head(config: Config) -> Config:

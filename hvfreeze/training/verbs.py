@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from hvfreeze.config.data import MOST_VIEWS
 from hvfreeze.config.tree import Config, settings_of
 from hvfreeze.data.batches import announce
-from hvfreeze.data.settings import MOST_VIEWS
 from hvfreeze.errors import NumericsError
 from hvfreeze.heads.features import before_last_layer
 from hvfreeze.heads.moments import FeaturesError

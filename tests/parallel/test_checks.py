@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.config.registry import STRATEGIES
 from tests.parallel import standing
 
 WORKERS = Path(__file__).with_name("workers")

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from hvfreeze.cli import parse
 from hvfreeze.config.flags import configuration, flag_of
+from hvfreeze.config.registry import STRATEGIES
 from hvfreeze.config.tree import Config, leaves
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
-from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import Outcome, call
 
 FEW, MANY = 6, 2000

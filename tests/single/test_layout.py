@@ -18,8 +18,6 @@ LEVELS = [
     for level in (
         "errors files wording memory allocator timing user_code torch_imports torchvision_shim plain_load plain_yaml",
         "rules",
-        "section",
-        "settings",
         "config",
         "metrics row_weights",
         "tasks",
@@ -35,10 +33,10 @@ LEVELS = [
 ALLOWED = {
     home: set(others.split())
     for home, others in {
-        "settings": "errors wording user_code rules section",
-        "inference": "__init__ errors user_code rules settings config plain_yaml model data heads metrics tasks runs "
+        "config": "errors wording user_code rules plain_yaml",
+        "inference": "__init__ errors user_code rules config plain_yaml model data heads metrics tasks runs "
         "report timing torch_imports wording",
-        "report": "errors settings config metrics runs wording",
+        "report": "errors config metrics runs wording",
         "doctor": "errors memory torchvision_shim wording",
         "allocator": "memory",
         "cache": "errors files wording",
@@ -47,8 +45,8 @@ ALLOWED = {
         "plain_load": "errors",
         "plain_yaml": "",
         "torchvision_shim": "",
-        "runs": "errors files rules settings config metrics wording plain_load plain_yaml",
-        "optim": "errors settings tasks",
+        "runs": "errors files rules config metrics wording plain_load plain_yaml",
+        "optim": "errors config tasks",
         "cli": "errors wording inference cache config doctor torch_imports report runs training",
         "__main__": "errors allocator config cli torch_imports comm training",
     }.items()
@@ -104,9 +102,7 @@ def imports_of(text: str) -> list[str]:
 
 
 def home_of(module: str) -> str:
-    """The folder, or file, of hvfreeze that a module belongs to; settings are a layer across folders."""
-    if re.fullmatch(r"hvfreeze\.(\w+\.)+(settings|registry)(\..*)?", module):
-        return "settings"
+    """The folder, or file, of hvfreeze that a module belongs to."""
     return module.split(".")[1] if module.count(".") else "__init__"
 
 
@@ -153,7 +149,6 @@ def is_shared_by_strategies(path: str, module: str) -> bool:
         "compression_choice",
         "model_parallel",
         "rounds",
-        "settings",
         "whole_replicas",
     )
     name, mine = module.split(".")[2], path.removesuffix(".py").split("/")[2]

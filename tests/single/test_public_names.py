@@ -11,10 +11,11 @@ import pytest
 
 import hvfreeze
 from hvfreeze import Config, FreezeConfig
-from hvfreeze.data.settings import DataConfig
+from hvfreeze.config.data import DataConfig
+from hvfreeze.config.model import ModelConfig
+from hvfreeze.config.optimizer import OptimizerConfig
+from hvfreeze.config.run import RunConfig
 from hvfreeze.errors import NumericsError, UsageError
-from hvfreeze.model.settings import ModelConfig
-from hvfreeze.training.settings import OptimizerConfig, RunConfig
 from tests.program import ROOT
 
 PROMISED = {

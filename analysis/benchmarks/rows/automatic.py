@@ -19,8 +19,8 @@ from analysis.benchmarks.material import Setting
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.runs import ProgramRun
 from hvfreeze.cache.file.reader import MappedRows
-from hvfreeze.freezing.settings import FreezeConfig
-from hvfreeze.prefix.settings import CacheConfig
+from hvfreeze.config.cache import CacheConfig
+from hvfreeze.config.freeze import FreezeConfig
 
 BATCH_ROWS = 64
 MIN_PAIRS = 3

@@ -10,7 +10,7 @@ from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import CUTS, EpochSteps, HeldBatch, Setting, held_batches, replicas_of
 from analysis.benchmarks.ranks import Ranks
 from analysis.benchmarks.references import ReducedLoop, repeated
-from hvfreeze.prefix.settings import CacheConfig
+from hvfreeze.config.cache import CacheConfig
 from hvfreeze.training.loop import train_epoch
 
 SLACK_SECONDS = 0.3e-3

@@ -9,7 +9,7 @@ from analysis.benchmarks.contest import Duel, Pace, Side, hold
 from analysis.benchmarks.judging import Row
 from analysis.benchmarks.material import MANY_EPOCHS, HeldSteps, Setting
 from analysis.benchmarks.ranks import Ranks
-from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.training.job import Job
 
 INTERVAL = 4

@@ -17,6 +17,7 @@ from hvfreeze.comm.mesh import Mesh
 from hvfreeze.comm.point_to_point import Wire
 from hvfreeze.comm.replica_sync import pooled_statistics
 from hvfreeze.comm.world import World
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.model.blocks import Chain
@@ -24,7 +25,6 @@ from hvfreeze.model.segments import FORWARD_SHARE, Segment, cut_evenly, drop_ten
 from hvfreeze.optim import Update
 from hvfreeze.plain_load import load_plain
 from hvfreeze.strategies.model_parallel import optimizer_state, put_optimizer_state
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from hvfreeze.freezing.settings import VOTE_WEIGHTS
+from hvfreeze.config.freeze import VOTE_WEIGHTS
+from hvfreeze.config.section import setting
+from hvfreeze.config.strategy import Accepted, CutConfig, Parts, Refusal
 from hvfreeze.rules import choice, rule
-from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Accepted, CutConfig, Parts, Refusal
 from hvfreeze.wording import plural
 
 

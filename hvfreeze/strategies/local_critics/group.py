@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.early_exits import CRITICS
 from hvfreeze.model.modes import in_precision
@@ -25,7 +26,6 @@ from hvfreeze.optim import Mixture, Objective, open_optimizer
 from hvfreeze.prefix.features import Halves
 from hvfreeze.strategies.model_parallel import LocalPart
 from hvfreeze.tasks import Samples, Task
-from hvfreeze.training.settings import OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvfreeze.section import Count, Positive, setting
-from hvfreeze.strategies.settings import Accepted, CutConfig, Parts
+from hvfreeze.config.section import Count, Positive, setting
+from hvfreeze.config.strategy import Accepted, CutConfig, Parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Accepted, Round, StrategyConfig
+from hvfreeze.config.section import setting
+from hvfreeze.config.strategy import Accepted, Round, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ from hvfreeze.cache.file.disk import Budget
 from hvfreeze.cache.file.format import pack_keys
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
+from hvfreeze.config.cache import CacheConfig
 from hvfreeze.data.batches import Batch, announce
 from hvfreeze.data.shards import Ids
 from hvfreeze.prefix.features import Halves
-from hvfreeze.prefix.settings import CacheConfig
 from hvfreeze.prefix.splits import Recipe, Split
 from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.shared_trunk.line import Line, Served

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from hvfreeze.config.section import Count, setting
+from hvfreeze.config.strategy import Accepted, CutConfig, Parts, Refusal
 from hvfreeze.rules import choice, rule
-from hvfreeze.section import Count, setting
-from hvfreeze.strategies.settings import Accepted, CutConfig, Parts, Refusal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from hvfreeze.allocator import give_back
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.comm.agreement import gather_tensors
 from hvfreeze.comm.resources import end_set_up
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
@@ -44,7 +45,6 @@ from hvfreeze.strategies.model_parallel import (
 from hvfreeze.strategies.shared_trunk.features import TrunkFeatures
 from hvfreeze.strategies.shared_trunk.line import LANES
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import plural
 
 

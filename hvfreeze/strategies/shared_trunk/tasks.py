@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.data.batches import Batch, Corpus
 from hvfreeze.data.data_sets import ImageSet
 from hvfreeze.data.folders import meant_by
@@ -40,7 +41,6 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.plain_yaml import MOST_BYTES, parse_plain_yaml
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training.settings import OptimizerConfig
 from hvfreeze.wording import first_few, plural
 
 LOSSES = ("cross-entropy", "balanced")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvfreeze.heads.settings import parse_mlp
-from hvfreeze.section import setting
-from hvfreeze.strategies.settings import Accepted, Round, StrategyConfig
+from hvfreeze.config.head import parse_mlp
+from hvfreeze.config.section import setting
+from hvfreeze.config.strategy import Accepted, Round, StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.replica_sync import average_running_statistics, running_statistics
 from hvfreeze.comm.world import LoneRank
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import UsageError
@@ -39,7 +40,6 @@ from hvfreeze.strategies.data_parallel import joined, open_replicas
 from hvfreeze.strategies.rounds import RoundStrategy, next_round
 from hvfreeze.strategies.subnets.dealing import DEALT, LANES, RETURNED, SEEN, WHOLE, Deal, Exchange, Table, deal, put
 from hvfreeze.strategies.subnets.settings import SubnetsConfig
-from hvfreeze.training.settings import OptimizerConfig
 
 
 class Place(NamedTuple):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.model import TINY_LM
 from hvfreeze.config.tree import Config, from_dict
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.model import model_sources
 from hvfreeze.model.model_sources import BuiltModel, set_memory_formats
 from hvfreeze.model.narrow_resnets import NarrowResNet
-from hvfreeze.model.settings import TINY_LM
 from hvfreeze.model.tiny_lm import TinyLM
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.samples.opening import open_corpus

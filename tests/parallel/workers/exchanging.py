@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from analysis.parts import vote_log
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.reading import Move
 from tests.parallel.workers.own_optimizer import raises

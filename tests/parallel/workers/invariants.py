@@ -17,22 +17,22 @@ from hvfreeze.comm import agreement, replica_sync
 from hvfreeze.comm.reducer import Observer, Reducer
 from hvfreeze.comm.replica_sync import check_replicas, parameter_digest
 from hvfreeze.comm.world import World
+from hvfreeze.config.data import DataConfig
+from hvfreeze.config.freeze import FreezeConfig
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import open_feeds
 from hvfreeze.data.data_sets import open_data
 from hvfreeze.data.decoding import MemoryPixels
 from hvfreeze.data.images import TURNED
 from hvfreeze.data.reading import ORIENTATION
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import DivergedError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.criteria import CRITERIA, Criterion
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.samples import opening as samples
-from hvfreeze.training.settings import OptimizerConfig
 from tests.parallel.workers.checking import messages
 from tests.program import save_photos
 

@@ -19,18 +19,18 @@ import torch
 
 from hvfreeze.comm import node_memory
 from hvfreeze.comm.world import World
+from hvfreeze.config.data import DataConfig
+from hvfreeze.config.strategy import ReplicasConfig, StrategyConfig
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Corpus, TrainFeed
 from hvfreeze.data.cifar import ARCHIVES, read_archive
 from hvfreeze.data.data_sets import ImageSet, open_data
 from hvfreeze.data.decoding import Images, Inputs, MemoryPixels
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.runs.clock import SET_UP_PHASES, PhaseClock
 from hvfreeze.samples import node_pixels
 from hvfreeze.samples import opening as samples
 from hvfreeze.strategies.opening import replicas_of
-from hvfreeze.strategies.settings import ReplicasConfig, StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
 from tests.program import save_photos
 from tests.single.data.test_cifar import write_cifar10

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.cached_loader import CachedLoader
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.parallel.workers.checking import with_folder

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import ArgumentError, UsageError
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.model.tiny_lm import TinyLM
 from tests.parallel.workers.own_optimizer import (

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import RunningWorld, script_world
 

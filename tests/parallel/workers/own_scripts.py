@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from hvfreeze.comm.replica_sync import check_replicas
 from hvfreeze.comm.world import World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.examples import image, text
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import start as start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.torch as hvd
 
 from hvfreeze.comm.world import World
-from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from tests.parallel.workers.own_arguments import compare, dense, momentum, trained
 

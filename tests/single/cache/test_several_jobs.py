@@ -21,8 +21,8 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.format import Keys
 from hvfreeze.cache.file.reader import ActivationFile, directory_bytes
 from hvfreeze.cache.store import Store
+from hvfreeze.config.cache import CacheConfig
 from hvfreeze.prefix.cache_decision import open_budget
-from hvfreeze.prefix.settings import CacheConfig
 from tests.single.cache.material import (
     BATCH_ROWS,
     fill,

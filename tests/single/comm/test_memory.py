@@ -9,8 +9,8 @@ import torch
 
 from hvfreeze.comm.resources import end_set_up, peak_memory_bytes
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing.freezer import freeze_by_vote
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.strategies import whole_replicas
 from tests.program import call
 

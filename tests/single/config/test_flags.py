@@ -12,10 +12,10 @@ import yaml
 
 from hvfreeze.cli import COMMANDS, parse
 from hvfreeze.config.flags import choices_in, configuration, flag_of
+from hvfreeze.config.registry import STRATEGIES
+from hvfreeze.config.section import By
 from hvfreeze.config.tree import Config, fields_of, from_dict, leaves, settings_of, to_file
 from hvfreeze.errors import UsageError
-from hvfreeze.section import By
-from hvfreeze.strategies.registry import STRATEGIES
 from tests.program import ROOT
 
 VALUES = {"test_table": "a.csv", "metric": "accuracy"}

@@ -12,18 +12,18 @@ import yaml
 
 import hvfreeze
 from hvfreeze.comm.reducer import Reducer
-from hvfreeze.comm.settings import parse_compression
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.cache import parse_bytes
+from hvfreeze.config.data import DataConfig, check_shard_sizes, parse_dirichlet, parse_views
+from hvfreeze.config.optimizer import OptimizerConfig, parse_compression
+from hvfreeze.config.registry import STRATEGIES
+from hvfreeze.config.run import RunConfig, parse_cadence
+from hvfreeze.config.strategy import StrategyConfig
 from hvfreeze.config.tree import Config, fields_of, from_dict, leaves, read_yaml, sections, settings_of, to_dict
-from hvfreeze.data.settings import DataConfig, check_shard_sizes, parse_dirichlet, parse_views
 from hvfreeze.data.shards import plan_shards
 from hvfreeze.data.views import parse_augment
 from hvfreeze.errors import UsageError
-from hvfreeze.prefix.settings import parse_bytes
-from hvfreeze.strategies.registry import STRATEGIES
-from hvfreeze.strategies.settings import StrategyConfig
 from hvfreeze.strategies.shared_trunk.settings import SharedTrunkConfig
-from hvfreeze.training.settings import OptimizerConfig, RunConfig, parse_cadence
 
 PLAN: dict[str, Any] = {"size": 1, "batch_size": 1, "seed": 0, "shuffle": "shard"}
 VIEWS = ["views:65537", "views:0", "views:01", "views:\u0664", "views:" + "9" * 5000, "views", "flip"]

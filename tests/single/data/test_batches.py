@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from hvfreeze.config.data import DataConfig
 from hvfreeze.data import batches
 from hvfreeze.data.batches import TrainFeed, augment_of, choose, deal, first_of, open_feeds, rows_at_once
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import RefusedError
 
 REPLICAS, SAMPLES = 3, 50

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvfreeze.config.data import parse_recipe
 from hvfreeze.config.tree import from_dict
-from hvfreeze.data.settings import parse_recipe
 from hvfreeze.data.views import Transform, parse_augment
 from hvfreeze.errors import UsageError
 from hvfreeze.torchvision_shim import torchvision

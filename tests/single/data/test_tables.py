@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hvfreeze.config.data import DataConfig
 from hvfreeze.data.batches import deal
 from hvfreeze.data.data_sets import DataSplits, open_data
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.table_files import read_table
 from hvfreeze.data.tables import Columns
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError

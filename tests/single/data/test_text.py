@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from hvfreeze.config.data import DataConfig
 from hvfreeze.data.batches import deal, open_feeds
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.data.text import UNKNOWN, characters_of, encode, per_character
 from hvfreeze.errors import RefusedError
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing import coherence as module
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.coherence import Coherence, piece
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.traced import in_blocks
 
 

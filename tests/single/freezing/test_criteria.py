@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hvfreeze.config.freeze import CRITERIA as OFFERED
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing.criteria import (
     CRITERIA,
     Evidence,
@@ -20,8 +22,6 @@ from hvfreeze.freezing.criteria import (
     percentile,
     rates_of_change,
 )
-from hvfreeze.freezing.settings import CRITERIA as OFFERED
-from hvfreeze.freezing.settings import FreezeConfig
 
 EVIDENCE = Evidence(
     cut=0,

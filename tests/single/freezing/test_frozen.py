@@ -10,11 +10,11 @@ from torch import nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.freezing.frozen_prefix import hold_in_eval, release, release_model, trainable_of
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import cut_into_blocks
 
 

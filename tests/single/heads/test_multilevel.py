@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.head import HeadConfig
 from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import MultiLevelClassifier, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.heads.settings import HeadConfig
 from hvfreeze.inference.export import write_torch
 from hvfreeze.tasks import Classes
 from tests.single.heads.test_features import small_chain

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import hvfreeze
+from hvfreeze.config.model import ModelConfig
 from hvfreeze.errors import RefusedError
-from hvfreeze.model.settings import ModelConfig
 from hvfreeze.training.blueprint import Blueprint
 from tests.program import call
 from tests.single.refusing import refused

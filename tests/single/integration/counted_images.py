@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 
 EPOCHS, ROWS, SAMPLES = 5, 4, 16

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.comm.world import SoloWorld, World
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.freezing.coherence import Coherence
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]

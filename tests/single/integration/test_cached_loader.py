@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import hvfreeze
 from hvfreeze.comm import agreement
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.criteria import CRITERIA, Criterion, Evidence
 from hvfreeze.freezing.freezer import freeze_by_vote
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration import cached_loader as module
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.runs.reading import Move

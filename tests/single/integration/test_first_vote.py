@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.freezer import freeze_by_vote
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import log
 from tests.single.integration import test_telling

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.integration.horovod_compat import BROADCAST
 from hvfreeze.integration.optimizer import DistributedOptimizer
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.integration.script_world import log
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvfreeze
 from hvfreeze.comm.world import SoloWorld
-from hvfreeze.freezing.settings import FreezeConfig
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.model.weights import load_weights, read_weights
 from hvfreeze.torchvision_shim import torchvision
 

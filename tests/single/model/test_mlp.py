@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from hvfreeze.config.head import parse_mlp
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
-from hvfreeze.heads.settings import parse_mlp
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.mlp import Mlp, mlp_of
 from hvfreeze.model.model_sources import build_model

@@ -8,10 +8,10 @@ from torch import nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer
-from hvfreeze.freezing.settings import FreezeConfig
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.model_sources import build_model
 from hvfreeze.model.tiny_lm import EMBEDDING, TinyLM

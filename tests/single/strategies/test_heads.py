@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.errors import RefusedError
 from hvfreeze.freezing.frozen_prefix import hold_still
 from hvfreeze.model.blocks import Chain
 from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.strategies.shared_trunk.strategy import Head, SharedTrunk, drop_tensors
 from hvfreeze.strategies.shared_trunk.tasks import Labels, Task
-from hvfreeze.training.settings import OptimizerConfig
 
 SETTINGS = OptimizerConfig(lr=0.1)
 FEATURES = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

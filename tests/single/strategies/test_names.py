@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from hvfreeze.strategies.registry import STRATEGIES
+from hvfreeze.config.registry import STRATEGIES
 from tests.parallel.workers.contract import SETTINGS, UNFIT
 from tests.program import ROOT
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hvfreeze.config.data import DataConfig
 from hvfreeze.config.tree import from_dict
 from hvfreeze.data.batches import Batch, Corpus, deal
 from hvfreeze.data.data_sets import open_data
-from hvfreeze.data.settings import DataConfig
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 from hvfreeze.strategies.shared_trunk.features import Keys, worth_filling
 from hvfreeze.strategies.shared_trunk.tasks import Files, Labels, Task, read_files, read_labels, tasks_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hvfreeze.comm.world import SoloWorld
+from hvfreeze.config.run import RunConfig
 from hvfreeze.training import checkpoint
-from hvfreeze.training.settings import RunConfig
 
 STEPS, EPOCHS = 10, 40
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hvfreeze.config.registry import STRATEGIES
 from hvfreeze.optim import Mixture, Objective
 from hvfreeze.row_weights import class_weights, scaled_weights
-from hvfreeze.strategies.registry import STRATEGIES
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 from tests.program import call, digest_of, succeed, summary_of
 from tests.single.refusing import refused

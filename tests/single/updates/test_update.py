@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvfreeze.config.optimizer import OptimizerConfig
 from hvfreeze.config.tree import from_dict
 from hvfreeze.errors import UsageError
 from hvfreeze.optim import LARS, Update, arithmetic_of, needs_equal_arithmetic, open_optimizer
-from hvfreeze.training.settings import OptimizerConfig
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+from hvfreeze.config.section import Alternative, Section, setting
 from hvfreeze.rules import choice, reads, rule
-from hvfreeze.section import Alternative, Section, setting
 
 
 def parse_bytes(text: str) -> int | None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+from hvfreeze.config.section import Alternative, Count, Section, setting
 from hvfreeze.rules import between, choice, rule
-from hvfreeze.section import Alternative, Count, Section, setting
 
 HEADS = {"sgd": ("last", "mlp"), "exact": ("last", "multi-level"), "kernel": ("multi-level",)}
 """The heads that a --head-fit can fit. Feature sizes of blocks differ a hundredfold, too much for one learning rate."""

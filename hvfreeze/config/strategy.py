@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
+from hvfreeze.config.section import Alternative, Section, setting
 from hvfreeze.rules import between, choice, number_list, rule
-from hvfreeze.section import Alternative, Section, setting
 
 Parts = Annotated[int, between(1, 4096)]
 """A number of parts, replicas or models."""

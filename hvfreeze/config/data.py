@@ -9,8 +9,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
+from hvfreeze.config.section import Alternative, Count, Part, Section, setting
 from hvfreeze.rules import Must, between, choice, float_or_nan, number_list, reads, rule
-from hvfreeze.section import Alternative, Count, Part, Section, setting
 from hvfreeze.user_code import HF, check_named_code, is_named_code
 from hvfreeze.wording import did_you_mean
 

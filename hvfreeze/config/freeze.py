@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from hvfreeze.heads.settings import TRAINED
+from hvfreeze.config.head import TRAINED
+from hvfreeze.config.section import Alternative, Count, Positive, Section, Steps, given_to, setting
 from hvfreeze.rules import Must, at_least, choice, number_list, parse_parts, reads, rule
-from hvfreeze.section import Alternative, Count, Positive, Section, Steps, given_to, setting
 
 CRITERIA = ("coherence", "gradient-norm", "percentile", "linear", "geometric")
 """The criteria that propose a cut; `freezing/criteria.py` defines them."""

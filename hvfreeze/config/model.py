@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from hvfreeze.heads.settings import TRAINED, parse_mlp
+from hvfreeze.config.head import TRAINED, parse_mlp
+from hvfreeze.config.section import Alternative, Section, setting
 from hvfreeze.rules import Must, reads, rule
-from hvfreeze.section import Alternative, Section, setting
 from hvfreeze.user_code import HF, TIMM, check_named_code, is_named_code
 
 TINY_LM = "tiny-lm"

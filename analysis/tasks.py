@@ -263,12 +263,15 @@ def steps_of(run: Run, stage: str) -> int:
 
 
 def found(results: Results, name: str) -> str:
-    """Return in words what auto decided on a task."""
+    """Return in words what auto decided on a task: by a trial, or by a first round where samples are many."""
     runs = results.runs_of(f"{name}-auto")
     went_on, tried = sum(steps_of(run, "tune") > 0 for run in runs), sum(steps_of(run, TRY) > 0 for run in runs)
+    if tried == 0 and went_on == len(runs):
+        return f"By a first round instead of a trial, in {plural(len(runs), 'run')}"
     if tried < len(runs):
         raise MissingError(f"{name}: a trial ran in {tried} of {len(runs)} runs, but the page says in every run")
-    return "stopped" if went_on == 0 else f"continued in {went_on} of {plural(len(runs), 'run')}"
+    ended = "stopped" if went_on == 0 else f"continued in {went_on} of {plural(len(runs), 'run')}"
+    return f"After a trial in every run, fine-tuning {ended}"
 
 
 def full_ways(results: Results, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The example scripts: how little differs from Horovod alone; `workers/own_scripts.py` runs them."""
+"""The example scripts: how little differs from Horovod alone; `workers/own_scripts.py` and `alone.py` run them."""
 
 from __future__ import annotations
 

@@ -89,8 +89,12 @@ def check_a_loop_of_the_parts_learns_and_freezes(world: World) -> None:
     assert int(losses[0][1]) == 0 < int(losses[-1][1]), f"no block was ever frozen: {losses}"
 
 
-def check_a_head_is_fitted_in_a_script_and_plain_horovod_trains_beside_it(world: World) -> None:
-    for name, least in (("head", 40.0), ("classifier", 80.0)):
-        said = output_of(world, name, "--samples", "128", "--epochs", "1")
-        found = [float(number) for number in re.findall(r"(\d+\.\d) %", said)]
-        assert len(found) == 2 and found[0] > least, said
+def check_a_classifier_is_fitted_in_a_script_and_plain_horovod_trains_beside_it(world: World) -> None:
+    fit_and_train(world, "classifier", least=80.0)
+
+
+def fit_and_train(world: World, name: str, *, least: float) -> None:
+    """Run a script that tells two accuracies, the first of a fit, which must be more than `least` per cent."""
+    said = output_of(world, name, "--samples", "128", "--epochs", "1")
+    found = [float(number) for number in re.findall(r"(\d+\.\d) %", said)]
+    assert len(found) == 2 and found[0] > least, said

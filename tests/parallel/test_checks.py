@@ -71,6 +71,7 @@ PARTS = {
 
 
 SELDOM = {
+    "alone": ("a_head_is_fitted_in_a_script_and_plain_horovod_trains_beside_it",),
     "staged": ("parts", "budgets", "rounds"),
     "runs": ("scheduled_runs_whose_exchange_is_chosen",),
     "invariants": ("a_saved_state_goes_on_where_gains_are_sampled",),

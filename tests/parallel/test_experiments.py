@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from analysis import baseline, photographs
 from analysis.sweeps.launching import Site
 from analysis.sweeps.presets import SMOKE
-from analysis.sweeps.sweep import plan
+from analysis.sweeps.sweep import main, plan
 from tests.parallel.mpirun import ROOT, environment
 from tests.parallel.nodes import scratch, wait_until
 
@@ -35,20 +37,27 @@ def variables() -> dict[str, str]:
 
 def test_photographs_are_measured(folder: Path) -> None:
     out, work = folder / "photographs", folder / "work" / "photographs"
-    command = [sys.executable, "-m", "analysis.photographs", "--preset", "smoke", "--only", "allocator"]
-    command += ["--out", str(out), "--work", str(work)]
-    ended = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = photographs.kept(out / photographs.MEASURED)
-    planned = photographs.planned(photographs.PRESETS["smoke"])
-    assert len(lines) == sum(run.part == "allocator" for run in planned)
+    planned = [run for run in photographs.planned(photographs.PRESETS["smoke"]) if run.part == "allocator"]
+    # The other way has the same command without its switch; its line is taken as kept.
+    (before,), (now,) = ([run for run in planned if run.way == way] for way in (photographs.BEFORE, photographs.NOW))
+    used = {"seconds": 1.0, "steps": 1, "kernel_seconds": [0.1, 0.1], "peak_bytes": [10**9, 10**9]}
+    told = {"commit": "abc", "machine": "one", "finished": ""}
+    out.mkdir()
+    (out / photographs.MEASURED).write_text(json.dumps({**asdict(now), **used, **told}) + "\n")
+    words = ["--preset", "smoke", "--only", "allocator", "--out", str(out), "--work", str(work)]
+    assert photographs.main(words) == 0
+    _, line = photographs.kept(out / photographs.MEASURED)
+    assert asdict(before).items() <= line.items()
+    assert line["seconds"] > 0 < line["steps"] and len(line["peak_bytes"]) == photographs.RANKS
     assert photographs.words(out.parent)["measured"] == {"allocator"}
 
 
-def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on_and_writes_its_results_up(folder: Path) -> None:
+def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on_and_writes_its_results_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = Site(work=folder / "work" / "baseline")
-    where = ["--work", str(site.work), "--results", str(folder / "results")]
-    command = [sys.executable, "-m", "analysis.baseline", "--preset", "smoke", *where]
+    words = ["--preset", "smoke", "--work", str(site.work), "--results", str(folder / "results")]
+    command = [sys.executable, "-m", "analysis.baseline", *words]
     job = subprocess.Popen(command, cwd=ROOT, env=variables(), start_new_session=True)
     wait_until(lambda: list(site.work.glob("*/config.yaml")), what="a run under way")
     job.send_signal(signal.SIGKILL)
@@ -57,8 +66,9 @@ def test_a_killed_sweep_leaves_no_rank_behind_and_goes_on_and_writes_its_results
         lambda: subprocess.run(["pgrep", "-f", str(site.work)], capture_output=True).returncode,
         what="the end of the killed sweep's ranks",
     )
-    ended = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # This process keeps its handlers.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(baseline.EXPERIMENT, words) == 0
     results = baseline.EXPERIMENT.open(folder / "results")
     assert [row["run"] for row in results.rows] == [run.name for run in plan(baseline.EXPERIMENT, SMOKE, results)]
     assert all(row["train_seconds"] > 0 < row["step_seconds"] for row in results.rows)

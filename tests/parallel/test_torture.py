@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
 
 from hvfreeze.model import model_sources
+from tests.parallel import standing
 from tests.parallel.workers.checking import let_models_be_small
 from tests.torture import flips, kills
 from tests.torture.ledger import Ledger
@@ -31,13 +33,18 @@ def test_a_few_flips_find_nothing_and_what_is_planted_is_found(tmp_path: Path, m
 
 
 @pytest.mark.seldom
-def test_a_killed_run_comes_to_what_it_would_have_come_to(tmp_path: Path) -> None:
-    expected, seconds = kills.straight(2, tmp_path / "straight")
-    life, chance, complete = kills.Life(2, tmp_path / "life"), random.Random(0), False
+@pytest.mark.standing
+@pytest.mark.parametrize("size", [2])
+def test_a_killed_run_comes_to_what_it_would_have_come_to(size: int, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    straight = standing.hvfreeze(size, "train", *kills.TRAINING, "--run-dir", str(tmp_path / "straight"))
+    assert straight.returncode == 0, str(straight)
+    expected, seconds = kills.outcome(tmp_path / "straight"), time.monotonic() - begun
+    life, chance, complete = kills.Life(size, tmp_path / "life"), random.Random(0), False
     while not complete:
-        # Once, then never: it is to end.
-        longest = 1000 * seconds if life.resumes else seconds
-        found = kills.round_of(life, chance, expected=expected, longest=longest)
+        # Once, soon after a checkpoint, then never: it is to end.
+        longest = 1000 * seconds if life.resumes else seconds / 8
+        found = kills.round_of(life, chance, expected=expected, longest=longest, ready=life.is_saved)
         assert found["faults"] == [], found
         complete = found["complete"]
     assert kills.outcome(life.run) == expected != {**expected, "parameter_digest": "another"}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,10 @@ class Life:
     def run(self) -> Path:
         """The run directory."""
         return self.folder / "run"
+
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint."""
+        return checkpoint.newest(self.run / "checkpoints") is not None
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -107,8 +112,12 @@ class Job:
         return left
 
 
-def disturb(job: Job, life: Life, chance: random.Random, *, delay: float) -> dict[str, Any] | None:
-    """Send a signal after `delay`; return what was sent, None where the job had ended before."""
+def disturb(
+    job: Job, life: Life, chance: random.Random, *, delay: float, ready: Callable[[], object]
+) -> dict[str, Any] | None:
+    """Send a signal `delay` after it is `ready`; return what was sent, None where the job had ended before."""
+    while not ready() and job.wait(0.05) is None:
+        pass
     if job.wait(delay) is not None:
         return None
     to_launcher = chance.random() < 0.2
@@ -140,14 +149,24 @@ def state_is_whole(life: Life) -> str:
     return ""
 
 
-def round_of(life: Life, chance: random.Random, *, expected: dict[str, Any], longest: float) -> dict[str, Any]:
-    """Go on with a life, disturb it, and return what was found; `complete` tells that it needs no more."""
+def round_of(
+    life: Life,
+    chance: random.Random,
+    *,
+    expected: dict[str, Any],
+    longest: float,
+    ready: Callable[[], object] = lambda: True,
+) -> dict[str, Any]:
+    """Go on with a life, disturb it at most `longest` after it is `ready`, and return what was found.
+
+    `complete` tells that it needs no more.
+    """
     begun = time.monotonic()
     faults: list[str] = []
     job = Job(life, life.folder / f"job{life.resumes}")
     life.resumes += 1
     try:
-        sent = disturb(job, life, chance, delay=chance.uniform(0, longest))
+        sent = disturb(job, life, chance, delay=chance.uniform(0, longest), ready=ready)
         since = time.monotonic()
         code = job.wait(LONGEST_SECONDS)
         ended_after = time.monotonic() - since

@@ -22,6 +22,19 @@ def check_one_rank_is_plain_pytorch(given: Given) -> None:
         see_plain_pytorch(given.world, given.root, accumulate=accumulate)
 
 
+def check_a_head_is_fitted_in_a_script_and_plain_horovod_trains_beside_it(given: Given) -> None:
+    # Horovod is started for the script alone.
+    import horovod.torch as hvd
+
+    from tests.parallel.workers.own_scripts import fit_and_train
+
+    try:
+        fit_and_train(given.world, "head", least=40.0)
+        assert hvd.size() == 1
+    finally:
+        hvd.shutdown()
+
+
 def see_plain_pytorch(world: World, root: Path, *, accumulate: int) -> None:
     """Compare one rank's run with the loop that anybody would write."""
     changes = {"schedule": "constant", "accumulate": accumulate}

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+import runpy
+import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +18,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.examples import image, text
 from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.torchvision_shim import torchvision
 from tests.parallel.workers.checking import with_folder
 from tests.parallel.workers.own_optimizer import start as start
 
@@ -60,3 +67,34 @@ def check_a_cache_changes_no_bit_of_a_script(world: World, folder: Path) -> None
     assert list(folder.glob("*.h5")), "nothing was cached"
     cuts = world.allgather_object(str(optimizer.freezer.cut_history), name="test.cuts")
     assert len(set(cuts)) == 1, cuts
+
+
+def output_of(world: World, name: str, *words: str) -> str:
+    """Run a script as `python -m` does, in the world that stays open; return what rank 0 prints."""
+    module, said = f"hvfreeze.examples.{name}", io.StringIO()
+    stays = patch.object(world, "close", lambda: world.barrier(name="script"))
+    with patch.object(sys, "argv", [module, *words]), stays, contextlib.redirect_stdout(said):
+        runpy.run_module(module, run_name="__main__")
+    assert bool(said.getvalue()) == (world.rank == 0)
+    return str(world.broadcast_object(said.getvalue(), name="said"))
+
+
+def check_a_loop_of_the_parts_learns_and_freezes(world: World) -> None:
+    # A block in each stage: half the work of the script's own network.
+    resnet = torchvision.models.resnet
+    with patch.object(torchvision.models, "resnet18", partial(resnet.ResNet, resnet.BasicBlock, [1, 1, 1, 1])):
+        said = output_of(world, "parts")
+    losses = re.findall(r"loss (\S+), (\d) blocks frozen", said)
+    assert len(losses) == 6 and min(float(loss) for loss, _ in losses) < 0.3, losses
+    assert int(losses[0][1]) == 0 < int(losses[-1][1]), f"no block was ever frozen: {losses}"
+
+
+def check_a_classifier_is_fitted_in_a_script_and_plain_horovod_trains_beside_it(world: World) -> None:
+    fit_and_train(world, "classifier", least=80.0)
+
+
+def fit_and_train(world: World, name: str, *, least: float) -> None:
+    """Run a script that tells two accuracies, the first of a fit, which must be more than `least` per cent."""
+    said = output_of(world, name, "--samples", "128", "--epochs", "1")
+    found = [float(number) for number in re.findall(r"(\d+\.\d) %", said)]
+    assert len(found) == 2 and found[0] > least, said

@@ -1,9 +1,7 @@
-"""A classifier with a head on every block loads, and runs from a file where there is no hvfreeze."""
+"""A classifier with a head on every block loads; `inference/test_exporting.py` runs it from a file."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,33 +14,13 @@ from hvfreeze.heads.kernel import fit_kernel
 from hvfreeze.heads.linear import fit_linear
 from hvfreeze.heads.multilevel import MultiLevelClassifier, head_of, solvable_chain, take
 from hvfreeze.heads.rows import RowsInMemory
-from hvfreeze.inference.export import write_torch
 from hvfreeze.tasks import Classes
 from tests.single.heads.test_features import small_chain
-
-READER = """
-import sys
-sys.modules["hvfreeze"] = None  # any import of it fails
-import torch
-images, logits = torch.load("pair.pt", weights_only=True)
-program = torch.export.load("classifier.pt2").module()
-torch.testing.assert_close(program(images), logits, atol=1e-6, rtol=0)
-assert len(program(images[:1])) == 1
-"""
 
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_fitted_classifiers_load(kernel: bool, tmp_path: Path) -> None:
     save_fitted(tmp_path, kernel=kernel)
-
-
-@pytest.mark.seldom
-def test_a_fitted_classifier_runs_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
-    classifier, images, logits = save_fitted(tmp_path, kernel=True)
-    torch.save((images, logits), tmp_path / "pair.pt")
-    write_torch(classifier, tmp_path / "classifier.pt2", images, {})
-    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert reader.returncode == 0, reader.stderr
 
 
 def save_fitted(folder: Path, *, kernel: bool) -> tuple[MultiLevelClassifier, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,22 @@ from hvfreeze.inference import export as exporting
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.model.weights import read_weights
 from tests.program import call
+from tests.single.heads.test_multilevel import save_fitted
 from tests.single.refusing import refused
 
 SMALL = ["--model", "mlp-16x16", "--train-samples", "64", "--batch-size", "16", "--epochs", "1", "--threads", "1"]
 FITTED = ["--model", "mlp-16x16", "--train-samples", "64", "--epochs", "1", "--threads", "1", "--flips", "mean"]
+
+
+READER = """
+import sys
+sys.modules["hvfreeze"] = None  # any import of it fails
+import torch
+images, logits = torch.load("pair.pt", weights_only=True)
+program = torch.export.load("classifier.pt2").module()
+torch.testing.assert_close(program(images), logits, atol=1e-6, rtol=0)
+assert len(program(images[:1])) == 1
+"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +89,15 @@ def test_a_torch_file_gives_the_models_answers(fitted: Path, tmp_path: Path) -> 
     program: Any = torch.export.load(file, extra_files=extra)
     torch.testing.assert_close(program.module()(pixels), answers(applied, pixels))
     assert json.loads(json.loads(extra["facts.json"])["classes"]) == list(applied.classes)
+
+
+@pytest.mark.seldom
+def test_a_fitted_classifier_runs_from_a_file_without_hvfreeze(tmp_path: Path) -> None:
+    classifier, images, logits = save_fitted(tmp_path, kernel=True)
+    torch.save((images, logits), tmp_path / "pair.pt")
+    exporting.write_torch(classifier, tmp_path / "classifier.pt2", images, {})
+    reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert reader.returncode == 0, reader.stderr
 
 
 def test_safetensors_have_the_models_state(trained: Path) -> None:

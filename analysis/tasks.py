@@ -332,11 +332,16 @@ def side_by_side(results: Results, way: str, column: str) -> str:
     return Table(columns=columns, rows=tuple(rows)).to_text()
 
 
+def measured(results: Results) -> dict[str, Task]:
+    """Return the tasks that auto and a fitted head have runs of."""
+    return {name: task for name, task in TASKS.items() if results.has(f"{name}-auto", f"{name}-auto1")}
+
+
 def compared(results: Results) -> str:
     """Return accuracy and time of all methods on each task, and auto's final result against full fine-tuning."""
     columns = ("Task", "Way", "Test accuracy", "Training time", "Auto against it", "Auto's time over its")
     rows = []
-    for name, task in TASKS.items():
+    for name, task in measured(results).items():
         auto = f"{name}-auto"
         rows.append((task.words, TUNED, results.accuracy(auto, n=True), results.time(auto), "", ""))
         for way, called in {f"{name}-auto1": SOLUTION, **full_ways(results, name)}.items():
@@ -345,10 +350,10 @@ def compared(results: Results) -> str:
     return Table(columns=columns, rows=tuple(rows), prose=frozenset({"Way"})).to_text()
 
 
-def started() -> str:
+def started(results: Results) -> str:
     """Return the flags of each task's runs."""
     rows = []
-    for name, task in TASKS.items():
+    for name, task in measured(results).items():
         for own in task.ways().values():
             flags = {"data": "imagefolder", "data_dir": f"DIR/{task.folder or name}", **task.flags, **own}
             rows.append((task.words, f"`{written(flags)}`"))
@@ -384,7 +389,7 @@ def words(results: Results) -> Words:
     methods = {name: getattr(own, name) for name in ("accuracy", "time", "change", "gain", "difference")}
     return {
         **methods,
-        "tasks": TASKS,
+        "tasks": measured(results),
         "full_ways": lambda name: full_ways(own, name),
         "best_full": lambda name, ways=tuple(FULLS): best_full(own, name, ways),
         "reached": lambda label, against: reached(own, label, against),
@@ -395,10 +400,10 @@ def words(results: Results) -> Words:
         "compared": compared(own),
         "at_fewer": side_by_side(own, "auto", "train_seconds"),
         "at_budgets": side_by_side(results, "budget", "whole_seconds"),
-        "started": started(),
+        "started": started(results),
         "elsewhere": [
             task.words
-            for name, task in TASKS.items()
+            for name, task in measured(results).items()
             if any(own.unlike_clocks(f"{name}-auto", way) for way in full_ways(own, name))
         ],
     }

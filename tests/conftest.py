@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 OWN, STANDING, SINGLE = range(3)
 CORES_OF_A_JOB = 4
-LATER = 10
+LATER = 19
 """Niceness of tests without ranks."""
 PARALLEL = Path(__file__).with_name("parallel")
 

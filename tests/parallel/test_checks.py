@@ -41,7 +41,7 @@ PARTS = {
     "exchanging": Part((3,), (2, 4)),
     "invariants": Part((3,), (2, 4)),
     "alone": Part((1,)),
-    "runs": Part((2,), (4,)),
+    "runs": Part((2,), (3,)),
     "equal_runs": Part((3,)),
     "staged": Part((2,)),
     "cached": Part((2,), (3,)),

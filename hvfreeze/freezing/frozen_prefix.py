@@ -69,7 +69,7 @@ def hold_still(chain: Chain, cut: int) -> None:
 
 
 def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that are trainable now, without those that the user has frozen."""
+    """Return the parameters that are trainable now, which excludes parameters that the user has frozen."""
     return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -155,7 +155,7 @@ class FrozenPrefix:
         return tuple(move.cut for move in self.history)
 
     def on_move(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every change of the cut or of the blocks; callbacks run in the order of registration."""
+        """Call `callback` after every change of the cut or of the blocks. Callbacks run in order of registration."""
         self._listeners.append(callback)
 
     def refuse(self, cut: int) -> None:

@@ -82,7 +82,7 @@ def restore(job: Job) -> int | None:
         own = scatter_sections(world, lambda _: next(states) if found else None)
         shared = {**shared, "step": restep(step, before=before, now=now)}
         if "exchange" in shared:
-            # Measured with other ranks on other links.
+            # The other number of ranks measured other links.
             shared["exchange"] = {}
         change = (
             f"ranks: {wrote} before, {world.size} now; "

@@ -142,7 +142,7 @@ class LowRankBucket:
         self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
 
     def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
-        """Return True if `advance` would not block (all P are here), or afterwards `finish` (all Q are here)."""
+        """Return True if the next call, first `advance` (needs all P), then `finish` (needs all Q), would not block."""
         return all(poll(handle) for handle in self._handles)
 
     def advance(self, send: Send, wait: Wait) -> int:

@@ -140,7 +140,7 @@ def interrupt_ends_job() -> Iterator[None]:
 
 @contextmanager
 def noticing(number: int) -> Iterator[list[int]]:
-    """Block signals `number` so that they do not kill this process while there is nothing to checkpoint."""
+    """Collect signals `number` in the yielded list, so that they do not kill this process before it can checkpoint."""
     came: list[int] = []
     with handling(number, lambda *_: came.append(number)):
         yield came
@@ -160,7 +160,7 @@ def handling(number: int, handler: Callable[[int, FrameType | None], object]) ->
 
 
 def follow_launching_shell() -> None:
-    """Send this process SIGUSR1 when the shell ends that waits for this rank's launcher.
+    """Send this process SIGUSR1 when the shell that waits for this rank's launcher ends.
 
     mpirun passes SIGUSR1 on to its ranks. horovodrun becomes `/bin/sh -c 'mpirun ...'`: a signal to its process id ends
     only the shell, and the job would continue without a process that can end it.

@@ -44,7 +44,7 @@ FEWEST = 8
 CELLS = 8
 """Cells per side that pixels are averaged to."""
 POOL, WIDEST = 2, 32_768
-"""Cells per side that each block's map is averaged to; 1 if all blocks have more features than the second number."""
+"""Cells per side that each block's map is averaged to, or 1 if that gives more features than the second number."""
 Features = Callable[[Tensor], Tensor]
 """Function from model inputs, (B, C, H, W), to features, (B, D)."""
 

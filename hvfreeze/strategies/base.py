@@ -152,7 +152,7 @@ class OpenModel(Protocol):
         """Prepare for these batches, in this order: of training steps, or of predictions."""
 
     def settle(self) -> None:
-        """Bring every model into its evaluated and saved state, including running statistics; idempotent."""
+        """Synchronize every model, with running statistics, to the state that is evaluated and saved; idempotent."""
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the answers of this rank's models in evaluation mode, without side effects. Not always a collective.

@@ -109,7 +109,7 @@ SAVED = ("snapshots", "flips", "step", "epochs_done", "epoch_seconds", "best_acc
 
 
 def shared_state(job: Job) -> dict[str, Any]:
-    """Return the state that is equal on all ranks, or known to rank 0 alone, with that of the strategy."""
+    """Return the job's state that is equal on all ranks or known only to rank 0, without that of the strategy."""
     return {
         "run": identity(job.config),
         "journal": job.journal.state_dict(),
@@ -128,7 +128,7 @@ def shared_state(job: Job) -> dict[str, Any]:
 
 
 def rank_state(job: Job) -> dict[str, Any]:
-    """Return the state of this rank: random state, sums over samples, processor seconds, and that of the strategy."""
+    """Return this rank's random state, sums over samples and processor seconds, without the state of the strategy."""
     return {
         "processor_seconds": dict(job.clock.processor),
         "random": torch.get_rng_state(),

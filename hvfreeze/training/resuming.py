@@ -98,7 +98,7 @@ def restore(job: Job) -> int | None:
 
 
 def restep(step: int, *, before: int, now: int) -> int:
-    """Return the last step that is not after the same fraction of an epoch, of `now` steps instead of `before`."""
+    """Convert a number of steps from epochs of `before` steps to epochs of `now` steps, rounded down."""
     epoch, within = divmod(step, before)
     return epoch * now + within * now // before
 

@@ -63,7 +63,7 @@ class LineResult(NamedTuple):
     loss: float
     """Mean over the pipeline's samples."""
     share: float
-    """The part of the step's loss, which is the mean of these over all pipelines."""
+    """This pipeline's contribution to the step's loss, which is the mean over all pipelines."""
     answers: Answers
 
 

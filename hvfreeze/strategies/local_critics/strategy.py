@@ -58,7 +58,7 @@ class Signal(NamedTuple):
 
     step: int
     numbers: Tensor
-    """Number of losses with NaN or Inf, and number of ranks asked to leave."""
+    """Number of ranks with NaN or Inf, and number of ranks asked to leave."""
     handle: Any
 
 

@@ -34,7 +34,7 @@ def raise_on_all_ranks(world: World, work: Callable[[], T], *, name: str) -> T:
 
 
 def gather_results(world: World, work: Callable[[], T], *, name: str) -> list[T]:
-    """Do as `raise_on_all_ranks`, and return the results of all ranks in rank order; for small results. Collective."""
+    """Return the (small) results of `work` on all ranks, in rank order; fails like `raise_on_all_ranks`. Collective."""
     error: HvfreezeError | None = None
     result: T | None = None
     try:
@@ -65,7 +65,7 @@ def synchronize_in_rounds(world: World, steps: Iterable[object], *, name: str) -
 
 
 def _run_round(steps: Iterator[object]) -> bool:
-    """Return whether steps may be left."""
+    """Iterate over `steps` for `ROUND_SECONDS`; return True if some may be left."""
     end = time.monotonic() + ROUND_SECONDS
     return any(time.monotonic() >= end for _ in steps)
 
@@ -85,7 +85,7 @@ def read_once_per_node(world: World, look: Callable[[], tuple[T, str, U]], *, pl
     """
     here = (socket.gethostname(), place)
     places = world.allgather_object(here, name="look.data.places")
-    # Also where two nodes have one name.
+    # The first rank of each node, and of each (host name, place): two nodes may have the same host name.
     looks = world.local_rank == 0 or places.index(here) == world.rank
     seen = raise_on_all_ranks(world, lambda: look() if looks else None, name="look.data")
     facts = world.allgather_object(None if seen is None else seen[1:], name="look.data.digests")
@@ -207,7 +207,7 @@ def gather_tensors(world: World, named: Sequence[tuple[str, Tensor]], *, name: s
 
 
 def packs_of(items: Iterable[T], size_of: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:
-    """Yield items in order, in groups of at most `limit` bytes and at least one item."""
+    """Yield items in order, in groups of at most `limit_bytes` and at least one item."""
     pack: list[T] = []
     for item in items:
         if pack and sum(map(size_of, pack)) + size_of(item) > limit_bytes:

@@ -13,7 +13,7 @@ LONG_CYCLE_MS = 5
 """Milliseconds instead of Horovod's 1. On two nodes with fully used cores, a step without communication takes 3/4 of
 the time."""
 JOBS_CORES = "HVFREEZE_CORES"
-"""Environment variables with the number of cores of a node that the job may use, set by the launcher."""
+"""Environment variable with the number of cores of a node that the job may use, set by the launcher."""
 
 
 def lengthen_cycle_on_full_cores(world: World, threads: int) -> list[str]:

@@ -14,7 +14,7 @@ import select
 import sys
 import time
 
-# Every rank starts this at its end: what it loads costs more than what it does, and is loaded where it is needed.
+# Every rank starts this file at its end, and imports take most of its time, so functions import what they need.
 
 LOOK_SECONDS = 0.5
 MOST_SECONDS = 2.0
@@ -35,15 +35,15 @@ def guard_end(rank: int, limit_seconds: float) -> None:
     if limit_seconds <= 0:
         return
     with suppress(OSError):
-        # Nobody uses or closes the other end: the kernel does, when this process has ended.
+        # The write end stays open and unused; the kernel closes it when this process ends.
         reader, _ = os.pipe()
-        # No fork, which would copy tables of all memory, and locks that other threads hold.
+        # No fork: it would copy all page tables, and locks that other threads hold.
         os.posix_spawn(
             sys.executable,
             [sys.executable, "-S", __file__, str(rank), str(limit_seconds), str(os.getpid())],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)],
-            # They come to the whole group, ask a rank to leave, and would end the guard.
+            # These signals reach the whole process group. They ask ranks to leave, and would end the guard.
             setsigmask=[signal.SIGUSR1, signal.SIGINT],
         )
         os.close(reader)
@@ -73,7 +73,7 @@ def watch(rank: int, limit_seconds: float, process: int) -> None:
 def is_stopped(process: int) -> bool:
     """Return True if a process is stopped by a signal or a debugger; False if its state cannot be read."""
     try:
-        # Bytes: the kernel cuts a name at 15 of them, also within a letter.
+        # Read bytes: the kernel truncates the name to 15 bytes, which may split a character.
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in b"tT"
     except OSError:

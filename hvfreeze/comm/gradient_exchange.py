@@ -52,7 +52,7 @@ class Fp16Compressor:
     def next_scale(self) -> float:
         """Choose the scale of the step, a power of two, from the last exponents; equal on all ranks."""
         known = [self._exponents[name] for name in self._names if name in self._exponents]
-        # A parameter of which nothing is known yet may have any gradient: as if it were 1.
+        # The gradient of a new parameter may have any size: assume at least exponent 0.
         expected = max(known) if len(known) == len(self._names) else max([*known, 0])
         self._shift = max(-LARGEST_SCALE, min(LARGEST_SCALE, TOP - HEADROOM - expected))
         return 2.0**self._shift
@@ -92,16 +92,16 @@ class FlatBucket:
     """Views of `flat` for each slot, with the parameter's shape and strides."""
     half: Fp16Compressor | None
     before: float
-    """Factors applied to gradients before and after they are summed."""
+    """Factor applied to gradients before they are summed."""
     scale: float = 1.0
-    """Factor of a gradient when it is copied into `flat`."""
+    """Factor applied to a gradient when it is copied into `flat`: `before`, times the float16 scale."""
     missing: int = 0
     handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start a step: wait for all slots."""
         self.missing, self.handles = len(self.slots), []
-        # Before a sum of large halves could overflow; on the way, where it costs nothing.
+        # Scale during the copy, which costs nothing, so that sums of large float16 values cannot overflow.
         self.scale = self.before if self.half is None else self.half.next_scale() * self.before
 
     def copy_in(self, place: int, gradient: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class FlatBucket:
 
     def witness(self) -> Tensor:
         """Return NaN or Inf if an entry of the average is NaN or Inf, else a finite number."""
-        # A sum costs one pass; halves that fitted need none: every rank's largest exponent has been seen.
+        # A sum costs one pass. float16 values that fitted need none: every rank's largest exponent is known.
         return torch.zeros(()) if self.half is not None and self.half.fitted else self.flat.sum()
 
 
@@ -383,8 +383,8 @@ def exchange_sparse(parameter: nn.Parameter, world: World, scaling: Scaling, *, 
         rows = torch.full((1,) if dense else (0,), DENSE, dtype=torch.int64)
         values = torch.zeros(0, *parameter.shape[1:], dtype=parameter.dtype)
     else:
-        # Not coalesced: the optimizer adds up a row's entries of all ranks in one order. And a row of it is one of the
-        # parameter, however many dimensions it was sparse in.
+        # Not coalesced: the optimizer adds up a row's entries of all ranks in one order. With one sparse dimension, a
+        # row of the gradient is a row of the parameter.
         whole = gradient if gradient.sparse_dim() == 1 else gradient.to_dense().to_sparse(1)
         rows, values = whole._indices()[0], whole._values() * scaling.before
     gathered = world.allgather_rows(rows, name=f"{name}.rows")

@@ -56,8 +56,8 @@ class HorovodWorld(World):
         import horovod.torch as hvd
 
         with self.watch.waiting("start"), interrupt_ends_job():
-            # Whoever initialises MPI finalises it: this order lets Horovod end, and start anew. Where Horovod cannot be
-            # imported, MPI is not initialised: its end would wait for the other ranks'.
+            # The library that initialises MPI finalises it. It is not Horovod, so that Horovod can end and restart.
+            # Horovod is imported first: if that fails, MPI must not be initialised, or its end would wait for others.
             self.mpi = start_mpi()
             with imported_beside(beside) if beside else nullcontext():
                 hvd.init()
@@ -107,7 +107,7 @@ class HorovodWorld(World):
         parts = [torch.empty(length, dtype=torch.uint8) for length in lengths] if self.rank == 0 else []
         for number, place in self._pieces(max(lengths)):
             local = data[place]
-            # All that a rank has goes to rank 0: an allgather would bring it to everybody.
+            # An alltoall with parts for rank 0 only; an allgather would send them to all ranks.
             received, sizes = self._deal([local, *[local[:0]] * (self.size - 1)], name=f"{name}.{number}")
             arrived = received.split(sizes.tolist())
             if self.rank == 0 and max(lengths) <= place.stop and number == 0:
@@ -160,7 +160,7 @@ class HorovodWorld(World):
             return self
         if len(members) > 1 and members not in self._sets:
             with self.watch.waiting("process sets"):
-                # With this setting Horovod looks for new sets in every cycle: a job without sets does not pay for them.
+                # With this setting Horovod checks for new sets in every cycle; a job without sets avoids that cost.
                 if os.environ.get(DYNAMIC_SETS) != "1":
                     self.restart(DYNAMIC_SETS, "1")
                 self._sets[members] = self._hvd.add_process_set(list(members))
@@ -177,9 +177,8 @@ class HorovodWorld(World):
         """Restart Horovod on all ranks with an environment variable that it reads at initialisation. Collective.
 
         Raises:
-            UsageError: a cycle time is already set. Horovod 0.28 keeps values fixed by variables when it is restarted,
-                and
-                crashes if both the cycle time and fusion (which must be off here) are fixed.
+            UsageError: a cycle time is already set. On a restart, Horovod 0.28 keeps values that variables have fixed,
+                and crashes if both the cycle time and fusion (which must be off here) are fixed.
         """
         self.barrier(name="anew")
         if CYCLE_TIME in os.environ:

@@ -7,8 +7,8 @@ all ranks take P Q^T, and each keeps M - P Q^T, of its own M, as its error: 4 r 
 4 n m. All P of a group of matrices travel in one allreduce and all their Q in another; the groups that the backward
 pass completes first are sent during the rest of it.
 
-Replicas stay equal bit for bit because what they are updated by is computed from sums alone, which have the same bits
-everywhere. That needs ranks that compute alike: equal processors and threads, which `check_arithmetic` compares.
+Replicas stay bitwise equal because their updates are computed only from sums, which have the same bits on all ranks.
+This requires equal arithmetic on all ranks, i.e. equal processors and thread counts; `check_arithmetic` checks it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_of(m: int, elements: int) -> int:
 
 def put_product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
     """Compute left @ right into `into`, and return it."""
-    # With few columns, adding to zeros takes less time than writing over what was there.
+    # With few columns, adding to zeros takes less time than overwriting.
     return into.zero_().addmm_(left, right)
 
 
@@ -142,7 +142,7 @@ class LowRankBucket:
         self._handles = send(self._lefts.mul_(1 / self._size), f"{self.name}.left")
 
     def has_arrived(self, poll: Callable[[Any], bool]) -> bool:
-        """Return True if `advance` would not block (all P are here), or afterwards `finish` (all Q are here)."""
+        """Return True if the next call, first `advance` (needs all P), then `finish` (needs all Q), would not block."""
         return all(poll(handle) for handle in self._handles)
 
     def advance(self, send: Send, wait: Wait) -> int:
@@ -151,7 +151,7 @@ class LowRankBucket:
             wait(handle)
         self._handles = []
         if not bool(torch.isfinite(self._lefts.sum())):
-            # Some rank's gradient is not finite: so is the average, on all ranks, and no error may remember it.
+            # Some rank's gradient has NaN or Inf, and so has the average on all ranks. The residuals must not keep it.
             self._errors.zero_()
             self._left_behind = True
             return 0

@@ -37,7 +37,7 @@ def open_mesh(world: World, *, partitions: int) -> Mesh:
     """Return this rank's mesh; `partitions` must divide the number of ranks. Collective."""
     if partitions == 1:
         return Mesh(world)
-    # Sets are made on all ranks, of all ranks, in the same order.
+    # Every rank creates the sets of all ranks, in the same order.
     sets = [world.among(range(partition, world.size, partitions)) for partition in range(partitions)]
     return Mesh(world, partitions, peers=sets[world.rank % partitions])
 

@@ -72,12 +72,12 @@ def yield_when_crowded() -> None:
 
 def tune_open_mpi() -> None:
     """Set variables for a faster exchange in Open MPI, unless the user has set them; other MPIs ignore them."""
-    # Open MPI 4 lets the ranks of a node read from each other directly, and where the kernel forbids that says so again
-    # and again. Copies through shared memory take twice to three times as long.
+    # In Open MPI 4, ranks of a node read each other's memory directly. If the kernel forbids that, Open MPI prints many
+    # warnings, so disable it. Copies through shared memory take two to three times as long.
     if not may_read_memory():
         os.environ.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
-    # Over TCP, larger messages wait for the receiver's consent, which queues behind the data that the receiver sends
-    # itself: two neighbours in a ring then send one after the other, and the exchange takes nearly twice the time.
+    # Over TCP, larger messages wait for the receiver's acknowledgement, which queues behind the data that the receiver
+    # sends itself. Two neighbours in a ring then send one after the other, and the exchange takes nearly twice as long.
     for limit in ("eager_limit", "max_send_size"):
         os.environ.setdefault(f"OMPI_MCA_btl_tcp_{limit}", str(TCP_MESSAGE_BYTES))
     if "OMPI_MCA_coll_tuned_use_dynamic_rules" not in os.environ:
@@ -126,7 +126,7 @@ def leave_mpi(mpi: Any) -> None:
 def interrupt_ends_job() -> Iterator[None]:
     """End the whole job on an interrupt, which may have reached only this rank, once MPI has started.
 
-    If it left alone, this rank would wait in MPI for the others at exit, and they for it.
+    If only this rank left, it would wait in MPI for the others at exit, and they for it.
     """
     try:
         yield
@@ -140,7 +140,7 @@ def interrupt_ends_job() -> Iterator[None]:
 
 @contextmanager
 def noticing(number: int) -> Iterator[list[int]]:
-    """Block signals `number` so that they do not kill this process while there is nothing to checkpoint."""
+    """Collect signals `number` in the yielded list, so that they do not kill this process before it can checkpoint."""
     came: list[int] = []
     with handling(number, lambda *_: came.append(number)):
         yield came
@@ -160,7 +160,7 @@ def handling(number: int, handler: Callable[[int, FrameType | None], object]) ->
 
 
 def follow_launching_shell() -> None:
-    """Send this process SIGUSR1 when the shell ends that waits for this rank's launcher.
+    """Send this process SIGUSR1 when the shell that waits for this rank's launcher ends.
 
     mpirun passes SIGUSR1 on to its ranks. horovodrun becomes `/bin/sh -c 'mpirun ...'`: a signal to its process id ends
     only the shell, and the job would continue without a process that can end it.

@@ -1,8 +1,8 @@
 """Point-to-point messages between ranks, separate from Horovod's collectives: activations, gradients, features, labels.
 
 A lane is a separate communicator, so messages of different purposes cannot mix. No call here waits for a rank that may
-wait for this one: sends are started and not waited for, and a receive is waited for only after it was started. So ranks
-need no common order, not even with Horovod, whose thread uses MPI at the same time.
+wait for this one: a send is started without waiting, and a receive is waited for only after it was started. So ranks
+need no common order of calls, not even with Horovod, whose thread uses MPI at the same time.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Reducer:
         self._exponents = dict(state["exponents"])
         self._lay_out()
         self._exchange.load_state_dict(state["low_rank"])
-        # Gradients that travel whole here, though there they did not, get what low rank has left out, as in `compress`.
+        # Gradients that were compressed in the saved run but are whole here get their residual, as in `compress`.
         low_rank = self._exchange.state_dict().keys()
         whole = {name for name, _ in self.carried if name not in low_rank}
         left_out = {name: kept for name, kept in state["low_rank"].items() if name in whole}

@@ -48,7 +48,7 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
         packed = torch.cat(bytes_of) if len(tensors) > 1 else bytes_of[0]
         world.broadcast_(packed, name=f"initial.{number}")
         for tensor, part in zip(tensors, packed.split([len(each) for each in bytes_of])):
-            # A view of another type must begin at a multiple of its size, which a part of the whole need not.
+            # A view as another type must be aligned to its element size, which a slice may not be.
             aligned = part if part.data_ptr() % tensor.element_size() == 0 else part.clone()
             tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
@@ -146,8 +146,8 @@ def average_running_statistics(modules: Iterable[nn.Module], world: World) -> in
 
     The mean becomes m = avg(m_r), the mean over ranks. The variance becomes the pooled variance of the ranks' batches,
     avg(v_r) + avg((m_r - m)^2), by the law of total variance. Both are computed in float64. If all ranks already hold
-    equal values, the result has the same bits, so averaging twice changes nothing. InstanceNorm's variance is one
-    within samples and grows by the variance of the ranks' means, which is small if ranks see similar samples.
+    equal values, the result has the same bits, so averaging twice changes nothing. InstanceNorm's variance is that
+    within samples; pooling adds the variance of the ranks' means, which is small if ranks see similar samples.
     """
     return StatisticsAverage(modules, world).finish()
 

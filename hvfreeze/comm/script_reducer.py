@@ -31,7 +31,7 @@ class ScriptReducer(Reducer):
     always: Sequence[tuple[str, nn.Parameter]] = ()
     """Parameters that are exchanged at every cut, after those of `carry`."""
     owner: Any = None
-    """The reducer lives as long as the hooks on its parameters, even if the script has dropped it."""
+    """The optimizer of this reducer, kept alive as long as the hooks on its parameters, even if the script drops it."""
     _released: bool = False
     """True after another reducer has taken over these parameters."""
     _formats: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)

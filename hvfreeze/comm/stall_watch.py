@@ -103,7 +103,7 @@ class StallWatch:
                     self._inquire(waited)
 
     def _look_around(self, waited: float) -> None:
-        # No rank can be asked. Ranks report in turn; a rank that sees a stopped one reports first.
+        # Before `connect`, no rank can be asked. Ranks report in turn; a rank that sees a stopped one reports first.
         me, late = claimed_rank(os.environ), waited - self._limit
         stopped = stopped_here() if late > JUDGE_SECONDS else ""
         if late > (JUDGE_SECONDS if stopped else LAST_SECONDS) + LOOK_SECONDS * min(me, 4):

@@ -15,7 +15,7 @@ from hvfreeze.wording import plural
 
 @dataclass
 class Length:
-    """The length of training, which may be replanned; its owner changes it in place, equally on all ranks."""
+    """The length of training. Its owner may change it in place while the run trains, equally on all ranks."""
 
     epochs: int
 
@@ -23,23 +23,25 @@ class Length:
 INTERVAL_STEPS = 100
 """Steps between votes if the length of an epoch is unknown."""
 WARMUP_INTERVALS = 5
-"""Steps before the first vote if the length of an epoch is unknown."""
+"""Intervals before the first vote if the length of an epoch is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """When votes are held, in optimizer steps, and how long training lasts.
+    """The schedule of votes, in optimizer steps, and the length of training.
 
     Without `steps_per_epoch` the length of an epoch is unknown; without `num_epochs` the end of training is. Criteria
     that follow a schedule need both; see `check_schedules`.
     """
 
     interval: int
+    """Steps between votes."""
     warmup: int
+    """Steps before the first vote."""
     steps_per_epoch: int | None = None
     num_epochs: int | None = None
     plan: Length | None = None
-    """Overrides `num_epochs` if the length of training may change while it runs."""
+    """Replaces `num_epochs` if the length may change during training."""
 
     @classmethod
     def of(
@@ -82,7 +84,7 @@ class Cadence:
         return f"a vote every {plural(self.interval, 'step')}, the first after step {self.first_vote}"
 
     def epochs_in(self, steps: float) -> float:
-        """Return the number of epochs in so many steps; 0 if the length of an epoch is unknown."""
+        """Return `steps` in epochs; 0 if the length of an epoch is unknown."""
         return 0.0 if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def epoch(self, step: int) -> int:
@@ -128,17 +130,17 @@ def epochs_until_move(
 ) -> float:
     """Return the expected epochs from `step` until `proposer` changes the cut; infinity if it cannot.
 
-    A schedule is certain. A criterion that uses gradients can change the cut after two whole intervals at the earliest.
-    After that, the expected number of votes is one over the share of votes that have changed the cut, by Laplace's
-    rule, so the longer a cut has stayed, the longer it is expected to stay.
+    A criterion that follows a schedule is predicted exactly. A criterion that uses gradients can change the cut after
+    two whole intervals at the earliest. From then on, the expected number of votes is one over the share of votes that
+    changed the cut so far, by Laplace's rule. So the longer a cut has stayed, the longer it is expected to stay.
     """
     if evidence.cut == evidence.num_blocks - 1:
         return math.inf
     if cadence.steps_per_epoch is None:
-        return 0.0  # it may come at any time
+        return 0.0  # the cut may change at any time
     criterion = proposer.criterion
     waiting = max(0, USABLE_INTERVALS - proposer.intervals) if criterion.watches_gradients else 0
-    # Without an end, the first vote that may move the cut comes after the warm-up and the intervals waited for.
+    # Without an end of training, search up to the first vote after the warm-up and the usable intervals.
     within = max(step, cadence.warmup) + (USABLE_INTERVALS + 2) * cadence.interval
     last = within if math.isinf(cadence.last_step) else int(cadence.last_step) - 1
     for later in cadence.interval_ends(step, last):
@@ -155,7 +157,7 @@ def votes_until_move(cadence: Cadence, history: Sequence[Move], *, step: int) ->
     """Return the expected number of votes (after two whole intervals) per change of the cut, up to `step`."""
     held = moved = 0
     for stay, later in zip(history, [*history[1:], None], strict=True):
-        # The interval in which the cut moves is dropped; before the first step there is none.
+        # The interval after a change of the cut is dropped; a run that starts at cut 0 has none to drop.
         intervals = -1 if stay.step > 0 or stay.cut > 0 else 0
         for end in cadence.interval_ends(stay.step, later.step if later else step):
             intervals += 1

@@ -5,9 +5,9 @@ samples, to first order and per unit of the learning rate. The rest of |g|^2 is 
 ratio (Liu et al., "Understanding Why Neural Networks Generalize Well Through GSNR of Parameters", ICLR 2020); coherent
 gradients (Chatterjee, ICLR 2020).
 
-Ranks compute gradients of different samples, so rank r estimates from its gradient and the average of all n ranks,
-without a message: (n <g_r, avg> - |g_r|^2) / (n - 1). A single rank, and ranks whose average is compressed to low rank,
-use the products of their own gradients of two consecutive steps.
+Ranks compute gradients of different samples. So rank r needs no message: its estimate is (n <g_r, avg> - |g_r|^2) /
+(n - 1), from its own gradient and the average over all n ranks. A single rank multiplies its gradients of two
+consecutive steps. So does each rank if low-rank compression makes the average inexact.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 from hvfreeze.freezing.gradients import Join
 
 PIECE = 2**15
-"""Largest number of elements of a parameter that are sampled in one step. Every sampled step uses another piece, so the
-estimate is unbiased and costs less than 1 % of the step."""
+"""Number of elements of a large parameter that are sampled in one step; one with fewer than twice as many is sampled
+whole. Every sampled step uses another piece, so the estimate is unbiased and costs less than 1 % of the step."""
 BATCH_EVERY = 16
-"""Steps of an interval per batch of a gradient probe of frozen blocks."""
+"""Steps of an interval for which a gradient probe of frozen blocks gets one batch."""
 LEAST_PARTS = 4
-"""Parts into which the samples of a probe are divided; a probe with fewer gradients is useless."""
+"""Minimum number of gradients, each of other samples, that a probe compares."""
 STEP_EVERY = 64
-"""Steps of an interval per step whose own backward pass reaches frozen blocks, if `probe` is not called."""
+"""Steps of an interval for which one backward pass of training reaches frozen blocks, if `probe` is not called."""
 LONGEST_GAP = 16
 """Largest number of steps between two samples; at least two."""
 WINDOW = 32
-"""Smallest number of sampled steps that are used together, if two intervals have fewer."""
+"""Minimum number of sampled steps in an estimate; if two intervals have fewer, earlier ones are used too."""
 Gains = tuple[tuple[float, ...], ...]
 """One row per sampled step, one number per block; 0 for blocks that are not trained."""
 
 
 def gap(interval: int) -> int:
-    """Return the number of steps between two sampled steps, for intervals of so many steps."""
+    """Return the number of steps between two sampled steps, for intervals of `interval` steps."""
     return min(max(2, interval // 16), LONGEST_GAP)
 
 
 def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:
-    """Return up to `PIECE` elements of `tensor`, in the memory order of `like`, and the ratio of all to these."""
+    """Return piece `turn` of `tensor`, in the memory order of `like`, and the ratio of all elements to those in it."""
     flat = tensor.reshape(-1) if like.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1).reshape(-1)
     pieces = max(1, len(flat) // PIECE)
     first = turn % pieces * PIECE
@@ -57,11 +57,11 @@ def piece(tensor: Tensor, turn: int, *, like: Tensor) -> tuple[Tensor, float]:
 
 
 def rate_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, elements: int, norm: float) -> float:
-    """Return the approximate factor of the optimizer for a gradient of so many elements and this norm.
+    """Return the approximate ratio of the optimizer's update to a gradient with `elements` elements and norm `norm`.
 
-    For SGD it is the learning rate. Other optimizers divide by the size of past gradients (Adam and its kin), so a step
-    is about the rate per element, whatever the norm. Constant factors, as of momentum, are ignored, because only blocks
-    are compared.
+    For SGD it is the learning rate. Adam and similar optimizers divide by the size of past gradients, so the update is
+    about the rate per element, whatever the norm. Constant factors, such as that of momentum, are ignored, because only
+    blocks are compared with each other.
     """
     lr = float(group["lr"])
     return lr if isinstance(optimizer, torch.optim.SGD) else lr * math.sqrt(elements) / max(norm, 1e-30)
@@ -72,11 +72,11 @@ class Coherence:
     """Samples the gain of a step for the blocks that train; see the module.
 
     Attributes:
-        latest: rows of the current interval, one per sample, on all ranks of the same steps; NaN if a sample is
+        latest: rows of the current interval, one per sample, from the same steps on all ranks; NaN if a sample is
             unusable.
         complete: rows of the last complete intervals at this cut: two, or as many as have `WINDOW` samples.
         peaks: the largest mean gain of each block in any interval so far.
-        looks: gains of all blocks, including frozen ones, from two probes in consecutive intervals; else empty.
+        probes: gains of all blocks, including frozen ones, from up to two probes in consecutive intervals.
     """
 
     prefix: FrozenPrefix
@@ -109,11 +109,11 @@ class Coherence:
     _products: dict[str, tuple[float, float]] = field(default_factory=dict)
     """<g, h> and |h|^2 of the current sample, for whole parameters."""
     _part: dict[str, Tensor] = field(default_factory=dict)
-    """Pieces of the current step."""
+    """Gradient pieces of the current probing step, by parameter name."""
     _part_of: int = -1
-    """The reducer's step that the pieces belong to: a skipped step is followed by another."""
+    """The reducer's step that `_part` belongs to, so that pieces of a skipped step are dropped."""
     _taken: Counter[str] = field(default_factory=Counter)
-    """Number of backward passes of that step that have reached a frozen parameter."""
+    """Number of backward passes of that step that have reached each frozen parameter."""
 
     @property
     def gains(self) -> Gains | None:
@@ -121,7 +121,7 @@ class Coherence:
         return tuple(row for rows in self.complete for row in rows) if len(self.complete) > 1 else None
 
     def follow(self) -> None:
-        """Start again at another cut; the peaks are kept."""
+        """Restart at the current cut of the prefix; keep the peaks."""
         chain, (start, stop) = self.prefix.chain, self.prefix.held
         blocks = range(max(self.prefix.cut, start), stop)
         self._blocks = {name: block for block in blocks for name, _ in self.prefix.trained(block, block + 1)}
@@ -143,7 +143,7 @@ class Coherence:
         if self.probing and name in self._blocks:
             self._sample_frozen(name, parameter, gradient)
         if self.steps % self.every == 0:
-            # Anew where a step was skipped, as one whose gradients are infinite.
+            # Replaces the piece of a skipped step, e.g. one with infinite gradients.
             if name in self._blocks:
                 self._kept[name] = piece(gradient, self.turn, like=parameter)[0].clone()
         elif name in self._kept:
@@ -164,7 +164,7 @@ class Coherence:
                     self._multiply(name, parameter, self.reducer.average_of(parameter.grad))
 
     def end_step(self, *, scale: float = 1.0) -> None:
-        """Count a step; keep a complete sample unless it contains NaN or Inf.
+        """Count a step, and store its sample if that is complete.
 
         `scale` is the loss scale of the sampled gradients of this step.
         """
@@ -182,7 +182,10 @@ class Coherence:
         self.steps += 1
 
     def end_interval(self) -> None:
-        """Store the samples of the interval. Collective if other ranks hold some of the blocks."""
+        """Store the samples of the interval that are finite on all ranks.
+
+        Collective if other ranks hold some of the blocks.
+        """
         self.intervals += 1
         each, flat = 1 + len(self.prefix.chain.blocks), [1.0]
         for row in self.latest:
@@ -204,9 +207,10 @@ class Coherence:
         return self.prefix.cut > 0 and self.intervals + 1 >= self.next_probe
 
     def probe(self, losses: Iterable[Tensor]) -> None:
-        """Compare the gradients of `losses`, of different samples, for all blocks; changes no state of training.
+        """Probe all blocks, including frozen ones, with the gradients of `losses`; training is unaffected.
 
-        The losses are computed one at a time, with the gradients of frozen parameters.
+        Each loss must be of other samples. `losses` is consumed one at a time, while frozen parameters require
+        gradients. With fewer than two losses, the probe gives no gains.
         """
         chain = self.prefix.chain
         named = self.prefix.trained(0, len(chain.blocks))
@@ -270,9 +274,8 @@ class Coherence:
             parts: this rank's gradients.
             whole: the sum of these and, if any, of those of other ranks.
             count: number of gradients in `whole`.
-            local: the sum of this rank's gradients, to compare with those of other ranks only; None compares with all
-                but the
-                part itself.
+            local: the sum of this rank's gradients, to compare only with those of other ranks; None compares each part
+                with all others.
         """
         chain = self.prefix.chain
         named = [(b, *of) for b in range(len(chain.blocks)) for of in self.prefix.trained(b, b + 1)]
@@ -281,7 +284,7 @@ class Coherence:
         }
         rows, others = [[0.0] * len(chain.blocks) for _ in parts], count - (1 if local is None else len(parts))
         for block, name, p in named:
-            # A parameter that took no part in a loss has no gradient in it.
+            # Parts in whose loss the parameter took no part have no gradient of it.
             found = [(row, part[name]) for row, part in zip(rows, parts, strict=True) if name in part]
             if not found:
                 continue
@@ -324,7 +327,7 @@ class Coherence:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same cut, or its peaks alone, which start again at that cut."""
+        """Load a `state_dict` of the same cut. If it has only the peaks, keep the current, empty interval."""
         self.peaks = list(state["peaks"])
         if "steps" not in state:
             self.turn = 0

@@ -36,7 +36,7 @@ class Evidence:
     """Each block's share of the time of a step; empty if unknown, then all blocks count equally."""
     min_gain: float = 0.1
     limit: int | None = None
-    """The deepest possible cut, because other code changes the blocks behind it; None: no limit."""
+    """The deepest possible cut, if other code changes the blocks behind it; None: no limit."""
 
     @property
     def deepest(self) -> int:
@@ -55,10 +55,10 @@ class Criterion:
     propose: Callable[[Evidence], int]
     """Returns the cut that a rank proposes."""
     watches: Literal["", "norms", "gains"] = ""
-    """The evidence that it uses, which is collected only then and takes two intervals. A criterion that uses none is
-    predictable and planned with."""
+    """The gradient statistics that it uses; they take two intervals and are collected only for such criteria. Without
+    any, it follows a schedule, so its cuts can be predicted."""
     patience: int = 1
-    """Least number of consecutive intervals in which it must propose a cut."""
+    """Minimum number of consecutive intervals in which it must propose a cut."""
 
     @property
     def watches_gradients(self) -> bool:
@@ -121,9 +121,9 @@ def percentile(evidence: Evidence) -> int:
 
 
 def linear(evidence: Evidence) -> int:
-    """Freeze blocks in proportion to progress: int((t - s) / (1 - s) x (n - 1)) (Composer, C4).
+    """Freeze blocks in proportion to progress: int((t - s) / (1 - s) x (n - 1)).
 
-    t is the completed fraction of training, s the fraction of the warm-up.
+    t is the completed fraction of training, s the fraction of the warm-up. Source: layer freezing in Composer.
     """
     start = min(evidence.warmup_epochs / evidence.num_epochs, 1.0)
     done = evidence.epoch / evidence.num_epochs
@@ -147,11 +147,11 @@ def geometric(evidence: Evidence) -> int:
 THAW = 2.0
 """Hysteresis factor on `min_gain` for thawing, so that a block does not freeze and thaw in turn."""
 LEARNED = 0.25
-"""Share of its peak gain below which a block counts as trained; before its gain has risen it does not."""
+"""Share of its peak gain below which a block counts as trained. A block whose gain still rises is at its peak."""
 
 
 def coherence(evidence: Evidence) -> int:
-    """Freeze front blocks that are trained and whose gain is below `min_gain` of their share of the time.
+    """Freeze front blocks that are trained and whose share of the gain is below `min_gain` times that of the time.
 
     With gain s_b and work w_b of block b, front blocks F and all training blocks A: (sum_F s + 2 standard errors) /
     sum_A s < min_gain * sum_F w / sum_A w. With few samples the errors are large, and no block is frozen; nor is a
@@ -180,14 +180,14 @@ def coherence(evidence: Evidence) -> int:
 
 
 def thawed(evidence: Evidence) -> int:
-    """Return the cut from which on blocks gain enough to be thawed, according to both of two consecutive probes."""
+    """Return the deeper of the two cuts to which two consecutive probes would thaw; without both, the current cut."""
     if len(evidence.probes) < 2:
         return evidence.cut
     return max(gains_from(evidence, probe) for probe in evidence.probes)
 
 
 def gains_from(evidence: Evidence, probe: Gains) -> int:
-    """Return the first frozen block whose gain is `THAW` times the threshold for freezing, else the cut."""
+    """Return the first frozen block whose gain exceeds `THAW` times the threshold for freezing, else the cut."""
     work, blocks = evidence.work or (1.0,) * evidence.num_blocks, range(evidence.num_blocks)
     for cut in range(evidence.cut):
         least, _ = share_gained(probe, (cut,))
@@ -248,14 +248,14 @@ class Proposer:
         self.cut, self.intervals, self.recent = cut, -1, []
 
     def propose(self, evidence: Evidence, patience: int) -> int:
-        """Return the cut that the criterion has proposed at least for `patience` consecutive intervals."""
+        """Return the deepest cut supported in each of the last `patience` intervals; with fewer, the current cut."""
         usable = self.intervals >= USABLE_INTERVALS or not self.criterion.watches_gradients
         seen = evidence if usable else replace(evidence, previous_norms=None, norms=None, gains=None)
         needed = max(patience, self.criterion.patience)
         wanted = self.criterion.propose(replace(seen, cut=self.cut))
         wanted = wanted if evidence.limit is None else min(wanted, max(self.cut, evidence.limit))
         if wanted < self.cut:
-            # Looks at frozen blocks are rare: the criterion itself waits for two that agree.
+            # Probes of frozen blocks are rare, so `patience` does not apply: the criterion waits for two that agree.
             return wanted
         self.recent = [*self.recent, wanted][-needed:]
         return min(self.recent) if len(self.recent) == needed else self.cut

@@ -41,8 +41,7 @@ class Freezer:
     Args:
         chain: the model in blocks.
         optimizer: any torch optimizer over the chain's parameters; frozen parameters leave its groups. Parameters that
-            it
-            does not hold, or that are not trainable now, are ignored at every cut, in the exchange and in votes.
+            it does not hold, or that are not trainable now, are ignored at every cut, in the exchange and in votes.
         reducer: exchanges the gradients of the trained blocks.
         world: the ranks that vote.
         settings: criterion, guards, weights and quorum.
@@ -51,8 +50,8 @@ class Freezer:
         held: the blocks lo..hi-1 of this rank, if the chain is cut over ranks; None is all.
         join: sums the observations of the ranks that hold different blocks; a collective among them.
         work: each block's share of the time of a step, for criteria that use it; empty: equal shares.
-        probes_in_steps: whether frozen blocks are probed by backward passes of the training steps themselves, as in a
-            user's training loop; if not, by `probe`, whenever `needs_probe` is True.
+        probes_in_steps: whether the backward passes of training probe frozen blocks, as in a user's training loop. If
+            not, the caller must call `probe` whenever `needs_probe` is True.
 
     Attributes:
         step: optimizer steps so far.
@@ -79,8 +78,8 @@ class Freezer:
         self.step = 0
         self.limit: int | None = None
         self._averaged = 0
-        """Front blocks whose running statistics have been averaged, and have been frozen since."""
-        # A script's reducer, which any backward pass starts, follows the script's switches.
+        """Number of front blocks that have been frozen since their running statistics were averaged."""
+        # A reducer that starts itself is a script's, which may switch requires_grad between steps.
         self.prefix = FrozenPrefix(
             chain,
             optimizer,
@@ -150,7 +149,7 @@ class Freezer:
         if not self._proposers or not self.cadence.ends_interval(self.step):
             return None
         average = self._begin_average() if self.cadence.votes(self.step) else None
-        # While the first message of the average travels, and then, beside the vote's, the second.
+        # This overlaps the first message of the average; the vote overlaps the second.
         self._seen.end_interval()
         if self._coherence is not None:
             if probed:
@@ -180,7 +179,7 @@ class Freezer:
         return self._coherence is not None and self._coherence.probing
 
     def _probes_within(self, steps: int) -> bool:
-        """Return True if within so many steps an interval ends before whose vote frozen blocks are probed."""
+        """Return True if a vote that needs a probe of frozen blocks comes within `steps` steps."""
         seen, decides = self._coherence, self.settings.freeze == "coherence"
         end = self.cadence.next_end(self.step)
         near = end - self.step <= steps and self.cadence.votes(end)
@@ -218,7 +217,7 @@ class Freezer:
         self._begin_interval()
 
     def thaw(self, cut: int) -> None:
-        """Train every block from `cut` on again, with new optimizer state: `freeze(cut)` backwards. Collective.
+        """Unfreeze the blocks from `cut` on, with new optimizer state. Collective.
 
         Raises:
             UsageError: `cut` is deeper than the current cut, or out of range.
@@ -258,7 +257,7 @@ class Freezer:
         """Load a state of the same rank; call it before the optimizer's own `load_state_dict`."""
         self.step = state["step"]
         self.prefix.restore([Move(*entry) for entry in state["cut_history"]])
-        # A state for a job of another size has neither this nor observations; nor had earlier checkpoints this.
+        # States for a job of another size lack this and the observations; earlier checkpoints lack this.
         self._averaged = state.get("averaged", 0)
         known = self._proposers
         known.update({name: Proposer(name, *values) for name, values in state["tracks"].items() if name in known})
@@ -275,7 +274,7 @@ class Freezer:
     def redealt(state: dict[str, Any], *, restep: Callable[[int], int]) -> dict[str, Any]:
         """Convert a rank's state to a job of another size; `restep` maps step numbers.
 
-        Ranks own other samples then, so the observations of the old ones are dropped.
+        Its ranks own other samples, so the observations of this job's ranks are dropped.
         """
         moves = [Move(*entry) for entry in state["cut_history"]]
         forgetful = {name: Proposer(name) for name in state["tracks"]}
@@ -338,7 +337,7 @@ class Freezer:
             self.reducer.on_average = self._coherence.compare
 
     def _square_ahead(self) -> None:
-        """Compute the norms of the interval that ends with this step during the exchange. Not a collective."""
+        """If an interval ends with this step, compute its squared norms during the exchange. Not a collective."""
         if self._proposers and self.cadence.ends_interval(self.step + 1):
             self._seen.sums.squares()
 
@@ -423,9 +422,9 @@ def freeze_by_vote(
     blocks: str | None = None,
     example: Inputs | None = None,
 ) -> Freezer:
-    """Return a Freezer for `model` with votes twice an epoch from the end of the first on; it contains `reducer`.
+    """Return a Freezer for `model`; votes are held twice an epoch, from the end of the first epoch on.
 
-    For more options, create `Chain`, `Reducer` and `Freezer` directly.
+    Its `reducer` averages the gradients. For more options, create `Chain`, `Reducer` and `Freezer` directly.
 
     Args:
         model: any module.
@@ -436,8 +435,7 @@ def freeze_by_vote(
         settings: criterion, guards, weights and quorum.
         blocks: where the model may be cut, see `in_blocks`.
         example: a batch of the model's inputs; needed unless the model is a torchvision classifier or an nn.Sequential,
-            or
-            `blocks` names its blocks.
+            or `blocks` names its blocks.
 
     Raises:
         UsageError: the settings do not fit the model or the world, or the model cannot be divided this way.

@@ -45,7 +45,7 @@ def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 def hold_in_eval(module: nn.Module) -> None:
     """Put `module` into evaluation mode and make its `train()` keep it there."""
     if getattr(module.__dict__.get("train"), "func", None) is not _stay_in_eval:
-        # Not a bound method: such a model could not be read again once it has been pickled.
+        # Not a bound method: a pickled model that has one cannot be loaded.
         held: Any = partial(_stay_in_eval, module)
         held.mode = module.training
         module.__dict__["train"] = held
@@ -53,15 +53,15 @@ def hold_in_eval(module: nn.Module) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Undo `hold_in_eval`; the module gets the mode that was requested last, at first the one it was held in."""
+    """Undo `hold_in_eval`; the module gets the mode last requested by `train()`, or its mode before if none was."""
     held = module.__dict__.pop("train", None)
     if held is not None:
-        # A model that an earlier version has pickled knows of none.
+        # Models pickled by earlier versions have no recorded mode.
         module.training = getattr(held, "mode", True)
 
 
 def hold_still(chain: Chain, cut: int) -> None:
-    """Make the first `cut` blocks a pure function of their input, permanently."""
+    """Freeze the first `cut` blocks permanently, so that they are a pure function of their input."""
     for module in chain.modules(0, cut):
         hold_in_eval(module)
     for _, parameter in chain.named_parameters(0, cut):
@@ -69,7 +69,7 @@ def hold_still(chain: Chain, cut: int) -> None:
 
 
 def trainable_of(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that are trainable now, except parameters frozen by their owner."""
+    """Return the parameters that are trainable now, which excludes parameters that the user has frozen."""
     return frozenset(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -155,11 +155,11 @@ class FrozenPrefix:
         return tuple(move.cut for move in self.history)
 
     def on_move(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every freeze, thaw or restored state, in the order of registration."""
+        """Call `callback` after every change of the cut or of the blocks. Callbacks run in order of registration."""
         self._listeners.append(callback)
 
     def refuse(self, cut: int) -> None:
-        """Raise UsageError if so many blocks cannot be frozen."""
+        """Raise UsageError if `cut` blocks cannot be frozen."""
         deepest = len(self.chain.blocks) - 1
         if not 0 <= cut <= deepest:
             names = ", ".join(block.name for block in self.chain.blocks)
@@ -240,7 +240,7 @@ class FrozenPrefix:
             self._prune()
 
     def restore(self, history: Sequence[Move]) -> None:
-        """Freeze according to the end of `history`, which replaces this one's, and call the callbacks."""
+        """Replace the history by `history`, freeze up to its last cut, and call the callbacks."""
         self.history = []
         self.move(*history)
 
@@ -265,7 +265,7 @@ class FrozenPrefix:
         self._seal = None
 
     def check(self, *, step: int) -> None:
-        """Raise DivergedError if a frozen tensor has changed since it was sealed; seal the others."""
+        """Raise DivergedError if a frozen tensor has changed since it was sealed; if none is sealed, seal them."""
         if self._seal is None:
             self.seal()
         else:

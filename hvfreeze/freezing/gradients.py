@@ -22,7 +22,7 @@ class GradientSums:
 
     prefix: FrozenPrefix
     step_norms: bool = False
-    """Whether the squared norm of every step is kept too, for the signal-to-noise weight."""
+    """Whether to sum the squared norms of all steps too, for the signal-to-noise weight."""
     join: Join = list
     """Sums over the ranks that hold the other blocks; a collective among them."""
     steps: int = 0
@@ -39,7 +39,7 @@ class GradientSums:
         chain, (start, stop) = self.prefix.chain, self.prefix.held
         blocks = range(max(self.prefix.cut, start), min(stop, len(chain.blocks) - 1))
         self._block_of = [block for block in blocks for _ in self.prefix.trained(block, block + 1)]
-        # Where no gradient is added, as without votes, sums as large as the model are not there.
+        # Empty until a gradient is added: without votes, no sums as large as the model are allocated.
         self._sums = [torch.zeros(0) for _ in self._block_of]
         self.restart()
 
@@ -54,7 +54,7 @@ class GradientSums:
             return
         if self._sums[slot].shape != gradient.shape:
             self._sums[slot], self._added[slot] = torch.empty_like(gradient), False
-        # The first is copied: zeroing sums as large as the model, to add to them, takes as long as adding.
+        # Copy the first gradient: zeroing the sums, which are as large as the model, takes as long as adding.
         self._sums[slot].add_(gradient) if self._added[slot] else self._sums[slot].copy_(gradient)
         self._added[slot], self._squares = True, None
         if self.step_norms:
@@ -66,7 +66,7 @@ class GradientSums:
         return tuple(math.sqrt(square) for square in self.join(squares))
 
     def squares(self) -> list[float]:
-        """Return the squares of this rank's part of the norms; cached until a gradient is added."""
+        """Return the squared norms per block of this rank's sums; cached until a gradient is added."""
         if self._squares is None:
             self._squares = [0.0] * len(self.prefix.chain.blocks)
             for block, total, added in zip(self._block_of, self._sums, self._added, strict=True):

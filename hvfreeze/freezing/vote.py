@@ -1,4 +1,4 @@
-"""The vote: proposals and weights of all ranks, the tally, and the new cut; the same bits on every rank."""
+"""The vote: all ranks' proposals and weights, the tally, and the new cut, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ShadowOutcome(TypedDict):
 class Decision:
     """The outcome of one vote, a line of decisions.jsonl.
 
-    `proposals` and `weights` have an entry per rank, `tally` an entry per cut 0..`deepest` (integers in units of the
-    largest weight / 2^20), `total` is the tally of a cut that every rank supports. For information, per rank and block,
-    None if unknown: `etas`, rates of change; `gains`, shares of the gain of a step, of frozen blocks only if they were
-    probed.
+    `proposals` and `weights` have an entry per rank. `tally` has an entry per cut, in units of the largest weight /
+    2^20; `total` is the tally of a cut that every rank supports. `etas` (rates of change) and `gains` (shares of the
+    gain of a step) are for information. They have an entry per rank and block, None if unknown; gains of frozen blocks
+    are known only after a probe.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Decision:
 
 
 def usable_weight(weight: float) -> tuple[float, str]:
-    """Return a computed weight as it counts, and why it counts as 0 if it was NaN, infinite or negative."""
+    """Return the weight to count, and why it is 0 if the computed one was NaN, infinite or negative."""
     if not math.isfinite(weight):
         return 0.0, f"weight {weight} is NaN or infinite and counts as 0"
     if weight < 0:
@@ -78,14 +78,14 @@ def deepest_supported(tally: Sequence[int], *, quorum: float, cut: int) -> int:
     total = tally[0]
     if total <= 0:
         return cut
-    # As typed: 0.1 as a binary float is a little more than a tenth, and equality must freeze.
+    # From its decimal text: the float 0.1 is a little more than a tenth, and a tally equal to the quorum must freeze.
     needed = Fraction(str(quorum)) * total
     supported = [k for k in range(len(tally)) if tally[k] >= needed]
     return max(supported, default=cut)
 
 
 def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: int) -> str:
-    """Return the reason of the result of a vote in one clause."""
+    """Return the reason for a vote's result, as one clause."""
     total = tally[0]
     if total <= 0:
         return "all weights are 0"
@@ -99,7 +99,7 @@ def explain(tally: Sequence[int], *, quorum: float, cut_before: int, cut_after: 
 
 
 def coverage(labels: Sequence[int], num_classes: int) -> float:
-    """Return the relative entropy of the labels (0-1) times their number: how much of the task a rank sees."""
+    """Return the normalized entropy of the labels (0-1) times their number: how much of the task a rank sees."""
     counts = torch.bincount(torch.as_tensor(labels, dtype=torch.int64), minlength=num_classes).double()
     shares = counts[counts > 0] / counts.sum()
     entropy = float(-(shares * shares.log()).sum())
@@ -117,8 +117,8 @@ class Voter:
 def voting_weight(kind: str, *, rank: int, voter: Voter, mean_loss: float, signal_to_noise: float) -> float:
     """Return this rank's voting weight before normalisation.
 
-    `loss` is exp(mean local loss of the interval): normalised over ranks, a softmax at temperature 1, in which ranks
-    with harder data count more. A list gives one number per rank.
+    `loss` is exp(mean local loss of the interval). Normalised over ranks it is a softmax with temperature 1, so ranks
+    with harder data count more. A list has one weight per rank.
     """
     if kind == "uniform":
         return 1.0
@@ -200,7 +200,7 @@ def known(values: Sequence[float]) -> list[float | None]:
 
 
 def counted_weights(weights: Sequence[float], broken_ranks: Sequence[int]) -> tuple[list[float], list[str]]:
-    """Return the weights of all ranks as they count, and notes on invalid ones or on why all are 0."""
+    """Return the weights to count, by rank, and notes on invalid weights and on a void vote."""
     usable = [usable_weight(weight) for weight in weights]
     notes = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(usable) if why]
     if broken_ranks:

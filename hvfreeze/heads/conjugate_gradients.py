@@ -30,7 +30,7 @@ def solve(
     most_steps: int,
     report: Callable[[float, float], None],
 ) -> Solved:
-    """Return X with A X = B, for A symmetric and positive definite; columns are independent.
+    """Return X with A X = B, (N, C), where A is symmetric and positive definite; columns are independent.
 
     Args:
         product: returns A V for V, (N, C) float64; A may differ between columns.

@@ -28,7 +28,8 @@ class EveryBlock:
     ) -> None:
         """Take a chain of at least two blocks, and `pool`, at least 1.
 
-        `turned` has for each block but the last whether its output's last dimension belongs in the second place.
+        `turned` says for each block but the last whether to move the last dimension of its output to second place, as
+        for channels-last maps.
         `tokens`, one of `config.head.TOKENS`, is the form of tokens (B, T, D); `sides` are the sides of images, (H,
         W).
         """
@@ -66,7 +67,7 @@ class MeanWithMirrorImage:
 
 
 def every_block(chain: Chain, *, pool: int, example: Tensor, tokens: str = "mean") -> EveryBlock:
-    """Return the function from images to the features of all blocks but the last; `example`, (B, ...), gives the shape.
+    """Return the function from images to the features of all blocks but the last; `example`, (B, ...), sets the shape.
 
     `tokens`, one of `config.head.TOKENS`, is the form of tokens (B, T, D).
 

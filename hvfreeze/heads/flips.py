@@ -3,9 +3,9 @@
 The trial fits a kernel head to features of one forward pass: those of pretrained blocks, else coarse pixels for a
 network with random weights. Each sample is left out in turn and predicted by heads fitted to the others, with their
 flips and without. Test samples are not used. Flips help if samples are few, so they are disabled only if the loss
-without them is lower by more than chance. Measured
-with 500 samples and 3 to 10 seeds, the loss with flips over that without is 0.95 to 1.02 on CIFAR-10 and 0.93 to 1.00
-on dots to count, 1.05 to 1.15 on rotated images and 1.10 to 1.19 on photographs of signed digits.
+without them is lower by more than chance. Measured with 500 samples and 3 to 10 seeds, the ratio of the losses with and
+without flips is 0.95 to 1.02 on CIFAR-10, 0.93 to 1.00 on dot counting, 1.05 to 1.15 on rotated images and 1.10 to 1.19
+on photographs of signed digits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.tasks import Task
 
 SAMPLES = 500
-"""Number of samples over all ranks, few enough for leave-one-out, with as many flips."""
+"""Number of samples over all ranks, few enough for leave-one-out with their flips."""
 FEWEST = 8
-"""Least number of samples for a trial."""
+"""Minimum number of samples for a trial."""
 CELLS = 8
 """Cells per side that pixels are averaged to."""
 POOL, WIDEST = 2, 32_768
-"""Cells per side that each block's map is averaged to; 1 if all blocks have more features than the second number."""
+"""Cells per side that each block's map is averaged to, or 1 if that gives more features than the second number."""
 Features = Callable[[Tensor], Tensor]
 """Function from model inputs, (B, C, H, W), to features, (B, D)."""
 

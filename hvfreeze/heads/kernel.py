@@ -39,7 +39,7 @@ from hvfreeze.heads.solution import PenaltyTrial, Solution
 from hvfreeze.tasks import Calibration, Task
 
 PENALTIES = (1.0, 0.3, 0.1, 0.03)
-"""Candidate penalties. For 1,000 to 50,000 images of CIFAR-10 the best is within 3 % of the least held-out loss."""
+"""Candidate penalties. For 1,000 to 50,000 images of CIFAR-10 the best is within 3 % of the lowest held-out loss."""
 TOLERANCE = 0.05
 """Limit of `conjugate_gradients.Solved.error`. With 5,000 and 20,000 images of CIFAR-10, 0.01 changes the accuracy by
 at most 0.01 points and takes 1.5 times the steps; 0.1 costs 0.1 to 0.2 points."""
@@ -47,8 +47,8 @@ FEW = 1_500
 """Number of rows that are fitted in closed form, in under a second on one core; of more rows, the size of the subset
 that chooses the penalty."""
 ALL_COMPARED, CENTRES = 50_000, 10_000
-"""Number of rows up to which all are centres, and the number of centres for more rows: with fewer centres, accuracy is
-lost faster than time is gained."""
+"""Number of rows up to which all are centres, and the number of centres for more rows. With fewer centres, accuracy
+falls faster than time."""
 SAMPLED = 8
 """Rows per centre in the preconditioner; each step then reduces the error to about a third."""
 
@@ -116,7 +116,7 @@ class KernelFit(Solution):
 
 
 def centres_for(rows: int, asked: int | None) -> int:
-    """Return the number of centres: `asked`, else all rows, or `CENTRES` for very many rows.
+    """Return the number of centres: `asked` if given, else all rows up to `ALL_COMPARED`, and `CENTRES` for more.
 
     It does not depend on time or memory, so that runs are reproducible.
     """
@@ -142,7 +142,7 @@ def fit_kernel(
 ) -> KernelFit | None:
     """Fit kernel ridge regression to the rows of all ranks; the head is equal on all of them. Collective.
 
-    None if a rank stops the fit.
+    Return None if a rank stops the fit.
 
     Args:
         rows: this rank's rows; there may be none.
@@ -390,7 +390,7 @@ class Problem:
         return self._judged(centres, Found(vectors, answers, judged, solved.steps, solved.error), chosen, products)
 
     def _judges(self, chosen: ClosedForm) -> bool:
-        """Return True if held-out rows evaluate a fit to all others, which several penalties need."""
+        """Return True if held-out rows evaluate a fit to all others: if there are several penalties and other rows."""
         return len(chosen.trials) > 1 and not bool(self.rows.held_out.all())
 
     def _judged(self, centres: Tensor, found: Found, chosen: ClosedForm, products: Products) -> Fitted:

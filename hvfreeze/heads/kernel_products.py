@@ -41,10 +41,10 @@ class TileCache:
         self._wide = torch.empty(cells) if rounded else None
         self._levels = torch.iinfo(torch.uint16).max
         self.scale = 1 / self._levels if rounded else 1.0
-        """Tiles times this are kernel values; vectors are multiplied by it, which are smaller."""
+        """Factor from tile entries to kernel values; it is applied to the vectors, which are smaller than the tiles."""
 
     def __call__(self, number: int, rows: Tensor, centres: Tensor) -> Tensor:
-        """Return tile `number`, of `rows` and `centres`, over `scale`, (A, B) float32; until the next call."""
+        """Return tile `number`, kernel values over `scale`, (A, B) float32; valid until the next call."""
         tile = self._cached.get(number)
         if tile is None:
             tile = gaussian(rows, centres)
@@ -169,8 +169,9 @@ class CentreProducts(Products):
         self._tiles = TileCache(len(self._rows), cells=cells, memory_bytes=memory_bytes, rounded=rounded)
 
     def normal_matrix(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return K_C' W K_C, (M, M) float32, of a subset of all ranks' rows, here `rows`, (B, K). Collective, outside
-        `lead`.
+        """Return K_C' W K_C, (M, M) float32, over a subset of the rows. Collective, outside `lead`.
+
+        `rows`, (B, K), are this rank's part of the subset, and `weights`, (B,), their weights.
         """
         sums, strips = torch.zeros(self.size, self.size), rows.split(TILE)
         for number, (strip, weight) in enumerate(zip(strips, weights.split(TILE))):

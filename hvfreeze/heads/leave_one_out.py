@@ -20,7 +20,7 @@ from hvfreeze.heads.solution import PenaltyTrial
 from hvfreeze.tasks import Calibration, Task
 
 LEAST_GAIN = 0.03
-"""Least relative gain of a stronger penalty: the final fit has more rows and prefers a weaker penalty."""
+"""Minimum relative gain for a stronger penalty: the final fit has more rows and prefers a weaker penalty."""
 
 
 class ClosedForm(NamedTuple):

@@ -7,8 +7,8 @@ Minimises over n rows with weights w, standardised features z and coefficients W
 
     sum w loss(W z + b, label) / sum w  +  penalty x |W|^2
 
-For classes this has the unique minimum of scikit-learn's LogisticRegression(C=1 / (2 x penalty x n)) on the same
-standardised rows, for numbers that of its Ridge. The penalty is chosen on held-out rows along a path from strong to
+For classes, the unique minimum is that of scikit-learn's LogisticRegression(C=1 / (2 x penalty x n)) on the same
+standardised rows; for numbers, that of its Ridge. The penalty is chosen on held-out rows along a path from strong to
 weak with warm starts, or for few rows by cross-validation. The final fit uses all rows.
 """
 
@@ -42,7 +42,7 @@ class Subset:
     """The split of rows into fitted and evaluating ones."""
 
     fold: int | None = None
-    """Index of the evaluating fold: 0 has the held-out rows, the others divide rows by sample number."""
+    """Index of the evaluating fold: 0 has the held-out rows, the others divide the remaining rows by sample number."""
     folds: int = 1
 
     def judging(self, rows: RowInfo) -> Tensor:
@@ -132,7 +132,7 @@ class SumsOverRanks(RequestedSums[Subset]):
         loss, weight, curvature = fitted.tolist()
         raw = raw.view(self.shape)
         gradient = torch.empty_like(raw)
-        # d/dW of standardised features, from sums over raw ones.
+        # The gradient for standardised features, from sums over raw features.
         gradient[:, :-1] = (raw[:, :-1] - raw[:, -1:] * self._standard.offset) * self._standard.scale / weight
         gradient[:, -1] = raw[:, -1] / weight
         return Point(weights, loss / weight, gradient, curvature / (weight * self.shape[0]), judges)
@@ -265,15 +265,14 @@ def _dot(first: Tensor, second: Tensor) -> float:
 
 
 PENALTIES = tuple(10 ** (-half / 2) for half in range(17))
-"""Candidate penalties from 1 to 1e-8, two per decade. With one, 1,000 images of CIFAR-10 lose 0.4 points and take 1.5
-times the passes."""
+"""Candidate penalties from 1 to 1e-8, two per decade. With one per decade, 1,000 images of
+CIFAR-10 lose 0.4 points of accuracy and take 1.5 times the passes."""
 STRONGER = (10.0, 100.0, 1e3, 1e4)
 """Stronger candidates, for features without information about the labels."""
 TOLERANCE = 0.1
-"""Relative error of the coefficients; a tenth of it did not change accuracies."""
+"""Relative error of the coefficients; a tenth of it gives the same accuracies."""
 FEW_ROWS, FOLDS = 400, 5
-"""Number of rows up to which cross-validation chooses the penalty, because a tenth of them is too few; and its folds.
-"""
+"""Number of rows up to which cross-validation chooses the penalty, because a tenth of them is too few; its folds."""
 PATH_TOLERANCE = 1.0
 """Tolerance while many rows choose the penalty. With 2, 1,000 images of CIFAR-10 lose 0.3 points; 0.5 takes 20 % more
 passes."""
@@ -407,10 +406,10 @@ def solution(
 def examine(
     found: HeadFit | None, judge: Tensor | None, task: Task, prepared: Prepared, *, world: World
 ) -> HeadFit | None:
-    """Add the held-out metrics of the head `judge`, (C, D + 1), which excludes held-out rows, to rank 0's fit.
-    Collective.
+    """Return rank 0's fit `found` with held-out metrics. Collective.
 
-    Both come from rank 0. The fit is unchanged if one is None, or if loss and accuracy suffice.
+    `judge`, (C, D + 1), also from rank 0, are the weights of a head that was fitted without the held-out rows. The fit
+    is unchanged if one of them is None, or if the task needs only loss and accuracy.
     """
     if not task.is_examined:
         return found
@@ -439,7 +438,7 @@ def examine(
 
 
 class Counts(NamedTuple):
-    """Number of samples over all ranks."""
+    """Numbers of samples over all ranks."""
 
     samples: int
     held_out: int
@@ -455,7 +454,7 @@ def counts_of(prepared: Prepared, *, world: World) -> Counts:
 
 @dataclass(frozen=True)
 class Choosing:
-    """The choice of the penalty by rows that were not fitted, on rank 0."""
+    """The choice of the penalty by evaluating rows, on rank 0."""
 
     loss: SumsOverRanks
     covariance: Covariance
@@ -519,7 +518,7 @@ class Choosing:
         )
 
     def judged(self, points: Sequence[Point]) -> float:
-        """Return the mean loss of the evaluating rows; see `tasks.doubt`."""
+        """Return the mean loss of the evaluating rows, with labels smoothed by the share `tasks.doubt`."""
         losses, unsure, weight, *_ = torch.stack([point.judges for point in points]).sum(0).tolist()
         outputs = self.task.outputs
         spread = doubt(self.counts.samples if self.folds > 1 else self.counts.held_out) * outputs / max(1, outputs - 1)

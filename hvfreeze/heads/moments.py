@@ -15,7 +15,7 @@ from hvfreeze.heads.rows import RowInfo, Rows
 from hvfreeze.wording import first_few
 
 SMALLEST_VARIATION = 1e-6
-"""Ratio of standard deviation and mean below which a feature is float32 rounding noise."""
+"""Ratio of standard deviation to mean below which a feature is float32 rounding noise."""
 LARGEST_MEAN = 30
 """Mean in standard deviations above which it is subtracted, because float32 products would lose digits."""
 
@@ -73,7 +73,7 @@ class Standard:
 
 
 def measure(rows: Rows, *, world: World) -> Standard:
-    """Return the standardisation of all ranks' weighted rows, with held-out ones, bitwise equal on them. Collective.
+    """Return the standardisation of all ranks' weighted rows, held-out ones too; bitwise equal on all. Collective.
 
     Takes one pass. Deviations are relative to the first row of the lowest rank with rows, so that a large mean does not
     hide a small variance.
@@ -100,7 +100,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
     moments = world.allreduce_sum(moments, name="head.moments")
     if not moments.isfinite().all():
         columns = (~moments.isfinite()).any(0).nonzero().flatten().tolist()
-        # Damage in the reference row is not damage in the others.
+        # NaN or Inf in the reference row does not make the other rows invalid.
         samples = damaged(rows, torch.zeros_like(shift), world=world) or damaged(rows, shift, world=world)
         raise FeaturesError(
             f"head fit: {len(columns)} of {rows.width} features, or their squares, are NaN or Inf, "

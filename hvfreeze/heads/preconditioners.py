@@ -18,7 +18,7 @@ from hvfreeze.heads.kernel_products import TILE, gaussian
 CENTRES = 1024
 """Number of Nystrom centres of the preconditioner, if all rows are centres of the problem."""
 JITTER = 1e-7
-"""Share of the diagonal's mean that is added to it, times 10 until the factorisation succeeds, for equal centres."""
+"""Share of the diagonal's mean added to the diagonal, for equal centres; times 10 until the factorisation succeeds."""
 
 
 def cholesky(matrix: Tensor) -> Tensor:

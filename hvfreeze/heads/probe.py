@@ -30,8 +30,8 @@ from hvfreeze.tasks import Task
 RENEWED = 256
 """Approximate number of samples, over all ranks, for BatchNorm's statistics during a probe."""
 FEWEST_FITTED, MOST_FITTED, FITTED = 1024, 3332, 1 / 6
-"""Least and largest number of samples, over all ranks, that heads are fitted to, and their share of all samples between
-these; half as many evaluate."""
+"""Minimum and maximum number of samples, over all ranks, that heads are fitted to, and their share of all samples in
+between. Half as many samples evaluate."""
 COMPONENTS = 256
 """Number of principal components of the features; more do not help with so few samples."""
 PENALTY = 0.01

@@ -19,7 +19,7 @@ from hvfreeze.heads.outliers import Prepared, Spread, prepare
 from hvfreeze.heads.rows import RowInfo, WholeRows, gather
 
 MOST_COMPONENTS = 512
-"""Largest number of principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
+"""Maximum number of principal components. Chosen on the test set of one seed of CIFAR-10 at 32 pixels."""
 WHITENING = 0.15
 """Power of the variance that divides each component; chosen on held-out rows of one seed of CIFAR-10."""
 DISTANCE = 1.5

@@ -16,7 +16,7 @@ from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch, group_batches
 
 CHUNK_ROWS = 512
-"""Least number of rows per chunk; in smaller ones, calls take as long as products."""
+"""Minimum number of rows per chunk; in smaller chunks, operator calls take as long as the products."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Rows(Protocol):
 
 
 class WholeRows(Rows, Protocol):
-    """All of a rank's rows, with a subset for a first look at many of them."""
+    """All of a rank's rows, with a subset that determines the projection if there are many."""
 
     count: int
 
@@ -107,7 +107,7 @@ def gather(rows: Rows, *, world: World, stop: Callable[[int], bool]) -> bool:
 class RowsInMemory:
     """Rows in memory as tensors, in chunks of `CHUNK_ROWS`; there may be no rows.
 
-    Without `samples`, each row is a sample, numbered from `first`. Without `weights`, all rows have weight 1.
+    Without `samples`, each row is a sample; samples are numbered from `first`. Without `weights`, all weights are 1.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from hvfreeze.errors import UsageError
 
 TOLERANCE = 1e-3
-"""Tolerance of mixing weights that must add up to 1; at least four roundings of the rows' type."""
+"""Tolerance for the sum of mixing weights, which must be 1; at least four roundings of the rows' type."""
 MIXED = (
     "suffix() needs unmixed rows of this model: it also takes other inputs of each sample, and these are not mixed "
     "with the rows. Mix inside the model, or train without CachedLoader"

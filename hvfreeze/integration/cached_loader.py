@@ -7,8 +7,8 @@
         ...
 
 While no block is frozen, the activations are the inputs, and the suffix is the model. Once a cut has not changed for an
-epoch, ranks compute the rows of all samples once, each a share, and later epochs read them. The model would compute
-the same bits.
+epoch, ranks compute the rows of all samples once, each a share, and later epochs read them. They have the bits that the
+model would compute.
 """
 
 from __future__ import annotations
@@ -199,21 +199,18 @@ class CachedLoader:
         Collective: every rank must call this.
 
         Args:
-            loader: over a map-style data set, in batches of one size. The data set must return the same sample for the
-                same
-                number, unless there are views.
+            loader: a loader of a map-style data set, in batches of one size. The data set must return the same sample
+                for the same number, unless `views` is above 1.
             frozen_by: the optimizer or freezer that changes the cut.
-            directory: of the cache files, which stay for later runs; on one file system for the ranks of a host. None
-                is rank
-                0's user cache directory, which is logged.
-            views: with more than one, random draws in the data set become this many fixed views of each sample, one per
-                epoch
-                in turn.
+            directory: directory of the cache files, which stay for later runs; shared by the ranks of a host. None is
+                rank 0's user cache directory, which is logged.
+            views: with more than one, the random draws of the data set give this many fixed views of each sample, one
+                per epoch in turn.
             split: divides a batch into the model's inputs and the labels; by default the last entry is the labels.
             data: name of the data set for fingerprints, in place of its class, settings and files.
             seed: seed of the views.
-            autocast_dtype: as in the script's `torch.autocast("cpu", dtype=...)`, None without.
-            store: whether rows are stored; if not, all rows are computed, without any other difference.
+            autocast_dtype: `dtype` of the script's `torch.autocast("cpu", dtype=...)`; None without autocast.
+            store: whether to store rows. If not, all rows are computed; nothing else differs.
 
         Raises:
             UsageError: the loader's samples cannot be numbered, or differ each time; on all ranks.
@@ -303,7 +300,7 @@ class CachedLoader:
     def _batch(self, ids: Ids, views: Ids) -> tuple[BatchActivations, Any]:
         inputs: Inputs | None = None
         if self._freezer.probing:
-            # Its backward pass is to reach the frozen blocks.
+            # A probe: the backward pass must reach the frozen blocks.
             inputs, labels = self._passes.read(ids, views)
             return BatchActivations.of(0, None, inputs, count=len(ids)), labels
         if self._needs_no_samples(ids, views):
@@ -322,7 +319,7 @@ class CachedLoader:
         return self._passes.remembers(ids, views) and self._activations.is_cached(ids, views)
 
     def _view_after(self, epochs: int) -> int:
-        """Return the view of an epoch, given by its distance from this one."""
+        """Return the view of the epoch that comes `epochs` epochs after this one."""
         steps = self._freezer.cadence.steps_per_epoch or self._steps_per_epoch
         return (self._freezer.step // steps + epochs) % self._samples.num_views
 
@@ -384,7 +381,7 @@ class CachedLoader:
 
         def filling() -> Iterator[None]:
             for piece in pieces:
-                # One batch after the other, as in training: blocks inside a forward pass may need a batch's own inputs.
+                # One batch at a time, as in training: blocks inside a forward pass may need the inputs of their batch.
                 self._passes.expect(ids[piece], views[piece])
                 self._activations.get(ids[piece], views[piece])
                 yield

@@ -8,7 +8,7 @@ from torch import Tensor
 from hvfreeze.freezing.frozen_prefix import FrozenPrefix
 
 LOOKED_AT = 4096
-"""Largest number of elements of a parameter to compare, besides the sum of all."""
+"""Maximum number of elements of a parameter to compare, in addition to the sum of all."""
 
 
 class ChangedElsewhere:

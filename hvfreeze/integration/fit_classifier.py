@@ -1,9 +1,9 @@
-"""`hvfreeze.fit_classifier`: a head on the features of all blocks, fitted in closed form to all ranks' samples.
+"""`hvfreeze.fit_classifier`: a kernel ridge regression head on the features of all blocks, over all ranks' samples.
 
     fitted = hvfreeze.fit_classifier(model, loader)
     logits = fitted.classifier.eval()(images)
 
-It is the head that `hvfreeze auto` ends with, for a script for Horovod, or of one process.
+It is the head that `hvfreeze auto` ends with, for a Horovod script or a single process.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def fit_classifier(
         outputs: classes, labels or numbers; None takes those of the model's last layer.
         task: as for `fit_head`, and `class_weights` and `sample_weight` too.
         flips: whether the head is also fitted to horizontal flips of the images.
-        pool: maps are averaged to at most so many cells a side.
+        pool: maximum cells per side that a block's map is averaged to.
         tokens: features of a transformer's tokens: their `mean`, the `class` token, or a `grid` of patches.
         blocks: how the model is cut, as --blocks.
-        penalty: above 0; None chooses.
-        split: takes a batch apart into images and labels.
-        process_set: one of Horovod's; None is all ranks.
+        penalty: ridge penalty, above 0; None chooses one by held-out samples or leave-one-out.
+        split: divides a batch into images and labels.
+        process_set: Horovod process set; None is all ranks.
 
     Raises:
         UsageError: the model cannot be cut into blocks that run one after another, or labels do not suit it; on all
@@ -94,7 +94,7 @@ def fit_classifier(
                 if not isinstance(images, Tensor):
                     raise UsageError("fit_classifier: a batch has no tensor of images; give split= to take it apart")
                 if not found:
-                    # Two images: a single one can be viewed in more ways.
+                    # Two images: with a single one, the batch dimension is ambiguous.
                     example = images[:2] if len(images) > 1 else torch.cat([images, images])
                     chain = cut_into_blocks(whole, scheme=blocks, example=example)
                     classes = before_last_layer(chain)[1].out_features if outputs is None else outputs

@@ -1,9 +1,10 @@
-"""`hvfreeze.fit_head`: a script's last layer, fitted in closed form to the features of all ranks' samples.
+"""`hvfreeze.fit_head`: a script's last layer, fitted to the features of all ranks' samples.
 
     hvfreeze.fit_head(model, loader)
 
-It may stand before, between or after epochs of a script for Horovod, or of one process. A model that is replicated on
-all ranks ends in the same layer on all of them.
+The fit is logistic regression for classes and labels, and ridge regression for numbers. Call it before, between or
+after epochs, in a Horovod script or a single process. If the model is replicated on all ranks, its last layer is the
+same on all of them afterwards.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def fit_head(
         loader: gives this rank's batches; every rank has its own samples, as with a `DistributedSampler`.
         task: `classes` for int64 labels (B,), `labels` for any number of them, (B, outputs) of 0 and 1, or `numbers`
             for regression, (B, outputs) or (B,) for one output.
-        class_weights: of `classes`, how much each one's errors count: a number for each, or `balanced` for the inverse
-            of their frequencies. None counts all samples alike.
+        class_weights: weights of the classes for the task `classes`: a number per class, or `balanced` for inverse
+            frequencies. None is 1 for all.
         sample_weight: weights of this rank's samples, (N,), in the order of its loader, at least 0. A sample of weight
-            2 counts as if it were there twice, one of weight 0 is left out.
-        penalty: above 0; None chooses.
-        split: takes a batch apart into inputs and labels.
-        process_set: one of Horovod's; None is all ranks.
+            2 counts twice; a sample of weight 0 is excluded.
+        penalty: ridge penalty, above 0; None chooses one by held-out samples or cross-validation.
+        split: divides a batch into inputs and labels.
+        process_set: Horovod process set; None is all ranks.
 
     Returns:
         The penalty, and in `chosen` the held-out loss and accuracy (R^2 of numbers) of a fit to the other samples.

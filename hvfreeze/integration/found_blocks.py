@@ -165,7 +165,7 @@ class FirstPass:
         self._watch, self._hooks = None, []
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        # A compiler that traces the pass would trace the hooks into what it compiles.
+        # A compiler that traces the pass would compile the hooks too.
         if torch.compiler.is_compiling() or self._watch is not None or not torch.is_grad_enabled():
             return
         if self.chain is not None and not model.training:

@@ -30,7 +30,7 @@ BROADCAST = "horovod.torch.functions"
 
 
 def compression_of(value: Any) -> str:
-    """Return none, fp16 or powersgd:R for one of these words or a class of `hvd.Compression`.
+    """Return none, fp16 or powersgd:R, given one of these or a class of `hvd.Compression`.
 
     Raises:
         UsageError: it is neither.

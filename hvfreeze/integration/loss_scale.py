@@ -47,7 +47,7 @@ class LossScale:
 
 
 def step_scaled(optimizer: torch.optim.Optimizer, *, grad_scale: Tensor | None, found_inf: Tensor) -> Any:
-    """Make a step with gradients that are `grad_scale` times too large, like `GradScaler.step`; None if they are not.
+    """Make a step with gradients that are `grad_scale` times too large, like `GradScaler.step`; None is 1.
 
     Call it only if `found_inf` is 0. Return the result of the optimizer's step.
     """

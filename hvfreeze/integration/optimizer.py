@@ -177,8 +177,7 @@ class DistributedOptimizer(OptimizerWrapper):
         backward_passes_per_step: backward passes before each `step`, whose gradients are accumulated.
         op: `hvd.Average` (or None) or `hvd.Sum`.
         gradient_predivide_factor: as in Horovod: gradients are divided by it before they are summed, and their sum by
-            the
-            number of ranks over it.
+            the number of ranks over it.
         num_groups: as `groups`.
         groups: as in Horovod, with the same checks; without effect, because gradients are exchanged in buckets anyway.
         sparse_as_dense: as in Horovod: sparse gradients are exchanged dense.
@@ -187,18 +186,15 @@ class DistributedOptimizer(OptimizerWrapper):
         model: any module; the script trains it by calling it as before.
         steps_per_epoch: optimizer steps per epoch, equal on all ranks. By default the length of the DataLoader that the
             script reads in its first step, on rank 0; if that has no length, the steps of the first pass. Votes are
-            held
-            twice an epoch, or every `INTERVAL_STEPS` steps if the epoch length is unknown. Criteria that follow a
-            schedule
-            need it.
+            held twice an epoch, or every `INTERVAL_STEPS` steps if the epoch length is unknown. Criteria that follow a
+            schedule need it.
         num_epochs: length of training; criteria that follow a schedule need it.
         blocks: where the model may be cut: `stage`, `residual`, or names of submodules that start a block, in forward
             order, as NAME,NAME,... or a list.
-        example: a batch of the model's inputs, a tensor, a tuple or a dict, on which it runs once to find its blocks at
-            once.
+        example: a batch of the model's inputs, a tensor, a tuple or a dict. The model runs on it once, to find the
+            blocks in the constructor.
         settings: criterion, guards, weights and quorum of the votes. The criterion is coherence if other settings are
-            given
-            but not `freeze`; `FreezeConfig()` and `freeze="none"` hold no votes.
+            given but not `freeze`; `FreezeConfig()` and `freeze="none"` hold no votes.
         voter: this rank's shard, for votes weighted by it.
         world: the ranks; None is all ranks of the job.
 
@@ -208,7 +204,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Raises:
         UsageError: the settings do not fit the model or the world, or differ between ranks.
-        ArgumentError: `named_parameters` lacks some or has a name twice; it is a ValueError too, as Horovod's.
+        ArgumentError: `named_parameters` lacks parameters or repeats a name; it is a ValueError, as Horovod's is.
     """
 
     _step_supports_amp_scaling = True
@@ -313,7 +309,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with every parameter in its group; frozen ones have no state."""
         if self._inner.state and is_broadcast():
-            # Ranks that have loaded none create all of it, and blocks that were frozen when it was saved have none.
+            # Ranks that have loaded no state create all of it; blocks that were frozen when it was saved have none.
             self._create_state()
         return super().state_dict()
 

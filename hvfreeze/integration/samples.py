@@ -244,9 +244,8 @@ def data_identity(samples: Samples, *, name: str | None) -> dict[str, JSON]:
 
     Args:
         samples: the loader's samples.
-        name: the user's name of the data set; None uses its class, code and settings, and sizes and times of the files
-            that
-            these name.
+        name: the user's name of the data set; None uses its class, code and settings, and the sizes and times of the
+            files that these name.
 
     Raises:
         UsageError: a row does not depend on its sample alone.
@@ -314,7 +313,7 @@ class _DataDescription(Description):
             status = os.stat(name)
         except (OSError, ValueError):
             return shown
-        # Not of folders: they may hold what the script itself writes.
+        # Not of folders: the script may write files there.
         return ["file", shown, status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else shown
 
     def _described(self, value: Any) -> JSON:

@@ -96,13 +96,13 @@ class RunningWorld(HorovodWorld):
             first.started = super().start_allreduce_(first.tensor, name=first.name)
 
     def _take_in(self) -> None:
-        first = self._line.popleft()  # also where it fails: what follows must not wait for it
+        first = self._line.popleft()  # even if it fails: later allreduces must not wait for it
         super().wait(first.started)
         first.arrived = True
 
 
 _opened: dict[tuple[int, ...], HorovodWorld] = {}
-"""The script's worlds by the number of a process set and its ranks; the whole job's by None."""
+"""The script's worlds: of a process set by (its id, its ranks), of the whole job by ()."""
 
 
 def script_world(process_set: Any = None, *, rests: bool = True) -> World:
@@ -112,11 +112,9 @@ def script_world(process_set: Any = None, *, rests: bool = True) -> World:
 
     Args:
         process_set: an added process set of Horovod; None is all ranks. A rank outside of it is a single process.
-        rests: lengthen Horovod's cycle time if torch's threads use all cores of the nodes and Horovod is started here.
-            Then
-            it cannot be restarted, as `World.among` needs. If it is already running, log what to set. False if the
-            number
-            of threads changes.
+        rests: whether to lengthen Horovod's cycle time if torch's threads use all cores of the nodes and Horovod is
+            started here. Then it cannot be restarted, as `World.among` needs. If Horovod is already running, log what
+            to set instead. Pass False if the number of threads changes.
 
     Raises:
         UsageError: a launcher started several tasks that MPI does not connect, or the process set is unknown.

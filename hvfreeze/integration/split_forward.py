@@ -1,8 +1,8 @@
 """The two halves of a model that is not a chain: its own forward pass up to a cut, and from there on.
 
-Before the cut, the pass ends when the last frozen part has returned. Behind it, frozen parts do not run: the last one
-returns a given output, the others tensors of the right shape that the model must not use. `check` finds out whether it
-does.
+Before the cut, the pass ends when the last frozen part has returned. Behind the cut, frozen parts do not run: the last
+one returns a given output, the others return tensors of the right shape that the model must not use. `check` raises an
+error if it does.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class SplitForward(Halves):
         """Find the frozen parts whose output does not grow with the number of samples; changes no tensor."""
         answers, rows = dict(self._answers), len(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
         longer = tree_map(lambda leaf: _with_one_more(leaf, rows), inputs)
-        # A model may want batches of one size, and say so in any way; then all answers have that size.
+        # A model may require one batch size and raise any error for another; then all outputs have that size.
         with suppress(Exception):
             _seeded(0, lambda: self.before(longer, 0, cut, longer))
             self._fixed = {name for name, answer in answers.items() if _shapes(answer) == _shapes(self._answers[name])}

@@ -41,12 +41,12 @@ class BuildContext:
     evaluated: Inputs
     """The images or windows of this replica's share of the evaluation samples."""
     directory: Path
-    """The run's length."""
+    """The run directory."""
     clock: PhaseClock
     say: Callable[[str], None]
     """Logs a line for the user; does nothing except on rank 0."""
     length: Length
-    """Length of the stage that the strategy is built for."""
+    """Length of the part of the run that the strategy is built for."""
     fused: bool = False
     """Whether the program chose the optimizer, so that updates may be rounded differently from plain PyTorch's."""
 
@@ -138,7 +138,7 @@ class WholeModel(NamedTuple):
 
 
 class OpenModel(Protocol):
-    """A model, or several, held by all ranks together; every method is a collective unless it says otherwise."""
+    """One or several models, held by all ranks together. Every method is a collective unless it says otherwise."""
 
     @property
     def cut(self) -> int:
@@ -152,7 +152,7 @@ class OpenModel(Protocol):
         """Prepare for these batches, in this order: of training steps, or of predictions."""
 
     def settle(self) -> None:
-        """Bring every model into its evaluated and saved state, including running statistics; idempotent."""
+        """Synchronize every model, with running statistics, to the state that is evaluated and saved; idempotent."""
 
     def predict(self, batch: Batch) -> Mapping[str, Answers]:
         """Return the answers of this rank's models in evaluation mode, without side effects. Not always a collective.
@@ -190,7 +190,7 @@ class OpenModel(Protocol):
         """
 
     def report(self) -> dict[str, Any]:
-        """Return the strategy's entries of summary.json, and all but `cut_history` of those of an epoch's line.
+        """Return the strategy's entries in summary.json; an epoch's line has the same, except `cut_history`.
 
         Keys: `cut_history` (a list of `Move`), `allreduce_bytes`, `other_collective_bytes`, `cache`, and the strategy's
         own. Equal on all ranks.
@@ -201,7 +201,7 @@ class OpenModel(Protocol):
 
 
 class Strategy(OpenModel, Protocol):
-    """A model or several that all ranks train together."""
+    """One or several models that all ranks train together."""
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make one optimizer step with learning rate `rate`, and hold a vote if one is due.

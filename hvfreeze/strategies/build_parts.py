@@ -119,9 +119,10 @@ def cut_blocks(
     fewer: bool = False,
     by_compute: Callable[..., tuple[Segment, ...]] = cut_evenly,
 ) -> tuple[Segment, ...]:
-    """Cut the blocks from `first` on into `parts` segments: at --cut-at, or with similar `costs`, one for each block.
+    """Cut the blocks from `first` on into `parts` segments: at --cut-at, or else with similar sums of `costs`.
 
-    `by_compute` cuts them if --cut-by is `compute`; with `fewer`, --cut-at may give fewer segments.
+    `costs` has an entry per block. `by_compute` cuts them if --cut-by is `compute`; with `fewer`, --cut-at may give
+    fewer segments.
 
     Raises:
         UsageError: --cut-at does not fit.
@@ -176,7 +177,7 @@ def open_freezer(
     corpus, chain = context.corpus, context.chain
     head = {name for name, _ in chain.named_parameters(len(chain.blocks) - 1)}
     steps = settings.steps_per_epoch(corpus.plan.batches_per_epoch)
-    # A rank that holds some blocks only cannot run the others.
+    # A rank that holds only some of the blocks cannot run the others.
     weighs = held is None and "coherence" in freeze.criteria()
     strata = corpus.train.strata[corpus.plan.shards[context.replica]].tolist()
     return Freezer(

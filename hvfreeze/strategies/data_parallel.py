@@ -59,13 +59,13 @@ def open_data_parallel(context: BuildContext, config: Config) -> DataParallel:
 
 
 def open_replicas(context: BuildContext, config: Config, *, exchanging: World) -> DataParallel:
-    """Return replicas whose gradients are averaged over `exchanging`, whose ranks also vote. Collective, of all ranks.
+    """Return replicas whose gradients are averaged over `exchanging`; its ranks vote. Collective over all ranks.
 
     Raises:
         UsageError: the freeze settings or the batch do not fit the model or the world; on all ranks.
     """
     world, settings = context.world, config.optimizer
-    # BatchNorm that keeps its statistics normalises nothing by the batch.
+    # BatchNorm that keeps its statistics does not normalise by the batch, so any batch size is valid.
     if config.freeze.statistics != "kept":
         start, asked = config.freeze.cut or 0, f"--batch-size ({settings.batch_size})"
         check = partial(check_rows, context, start=start, rows=settings.batch_size, asked=asked)
@@ -169,7 +169,7 @@ class DataParallel(WholeReplicas):
             if number == 1:
                 self.reducer.begin(passes=count)
             if number == count:
-                # All ranks: the signals, then each bucket of gradients, travel while the last backward pass runs.
+                # Collective: the signals, then each bucket of gradients, are sent while the last backward pass runs.
                 self.reducer.signal(nonfinite=not math.isfinite(value), leave=leave)
             loss.backward()
         clock.enter("allreduce")
@@ -183,12 +183,12 @@ class DataParallel(WholeReplicas):
             clock.enter("vote")
             self._probe()
 
-        # All ranks, at the end of an interval: the vote, and the same cut in the same step.
+        # Collective at the end of an interval: the vote, after which all ranks have the same cut.
         clock.enter("vote")
         decision = self.freezer.after_step(value)
         clock.enter("data")
         if self.freezer.step == 1:
-            # Now, before there is work to lose.
+            # In the first step, before there is work to lose.
             check_buffers(self.chain.named_buffers(), self.chain.modules(), self.world, step=1)
         if self.compression is not None:
             self.compression.after_step()
@@ -223,7 +223,7 @@ class DataParallel(WholeReplicas):
         self.optimizer.load_state_dict(state.shared["optimizer"])
         kept, statistics = state.own["statistics"], self._statistics()
         if len(kept) < len(statistics):
-            # Checkpoints of earlier versions have BatchNorm's alone; InstanceNorm's are in the model.
+            # Checkpoints of earlier versions have only BatchNorm's here; InstanceNorm's are in the model.
             statistics = self._statistics(_BatchNorm)
         for tensor, saved in zip(statistics, kept, strict=True):
             tensor.copy_(saved)
@@ -291,7 +291,7 @@ class DataParallel(WholeReplicas):
         return self.freezer.prefix.cuts
 
     def _follow_cut(self) -> None:
-        """Update both splits' activations, and the choice of compression, after a change of the cut. Collective."""
+        """After a change of the cut, update both splits' activations and choose the compression again. Collective."""
         if self._began:
             super()._follow_cut()
             if self.compression is not None:
@@ -299,10 +299,10 @@ class DataParallel(WholeReplicas):
 
 
 def pooled(owns: Iterable[dict[str, Any]], *, restep: Callable[[int], int]) -> dict[str, Any]:
-    """Return the state for every rank of another number of ranks; see `Strategy.repartitioned`.
+    """Return the own state of every rank of a job of another size; see `Strategy.repartitioned`.
 
-    Running statistics are those of all ranks' batches together. Errors that compression keeps are averaged, so that
-    they add to the average over ranks what they would have added.
+    Running statistics are pooled over the batches of all ranks. Error-feedback residuals are averaged, so that they add
+    the same to the average gradient.
     """
     result: dict[str, Any] = {}
     statistics = []
@@ -319,5 +319,5 @@ def pooled(owns: Iterable[dict[str, Any]], *, restep: Callable[[int], int]) -> d
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensors one after the other; one alone as it is."""
+    """Concatenate the tensors; a single one is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,4 +1,4 @@
-"""Fits the head in closed form instead of training it: features, labels and ranks, without steps or votes.
+"""Fits the head, by kernel ridge, logistic or linear regression, instead of training it: no steps, no votes.
 
 frozen blocks (cached or computed) -> features of all ranks -> ridge or logistic regression -> one head on all ranks
 """
@@ -39,7 +39,7 @@ CUT = 1
 def open_fitted_head(context: BuildContext, config: Config) -> FittedHead:
     """Return the features and the head of a `solvable_chain`. Collective."""
     world = context.world
-    # All rows serve once, and the cut never moves.
+    # Every row serves one epoch, and the cut never moves.
     costs = cost_inputs(context, config.cache, lambda: Horizon(1.0, math.inf), size=world.size)
     hold_still(context.chain, CUT)
     halves, passes = Halves(context.chain, config.optimizer.precision), passes_to_fit(context, costs.memory_bytes)
@@ -73,11 +73,11 @@ class FittedHead(WholeReplicas):
 
     cut: ClassVar[int] = CUT
     centres: int | None
-    """How many centres a kernel head has; None lets the fit choose."""
+    """Number of centres of a kernel head; None lets the fit choose."""
     task: Task
-    """The kind of labels that the head predicts."""
+    """Task of the head."""
     weights: NDArray[np.float32]
-    """(samples,): how much each training sample counts."""
+    """Weight of each training sample, (samples,) float32."""
     _exchanged_bytes: int = 0
     _summary: dict[str, Any] = field(default_factory=dict)
 

@@ -148,7 +148,7 @@ class LocalPart:
         return math.isfinite(loss) and self._update.gradients_are_finite()
 
     def update(self, rate: float) -> None:
-        """Make the optimizer's step at `rate`, which is --lr after --schedule; own rates are scaled by it."""
+        """Make an optimizer step at `rate`, --lr after --schedule; it scales the rates of parameter groups alike."""
         self._update.make(rate)
 
     def tensors(self) -> list[tuple[str, Tensor]]:

@@ -61,9 +61,10 @@ class RoundStrategy:
         self.replica.begin_epoch(batches, training=training)
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
-        """Make a step of this rank alone; all ranks synchronize at the begin and end of a round.
+        """Make a step on this rank alone; all ranks synchronize at the beginning and end of a round.
 
-        Collective there; at the end it also becomes known that a rank was asked to leave, or met NaN or Inf.
+        Collective at these steps. At the end of a round, ranks also learn whether one was asked to leave, or met NaN or
+        Inf.
         """
         self._continue_alone()
         self.done += 1
@@ -104,7 +105,7 @@ class RoundStrategy:
         raise NotImplementedError
 
     def _continue_alone(self) -> None:
-        """Prepare this rank for its next step. Collective at the begin of a round."""
+        """Prepare this rank for its next step. Collective at the beginning of a round."""
         raise NotImplementedError
 
     def _step_alone(self, batches: Sequence[Batch], *, rate: float) -> StepResult:
@@ -112,10 +113,10 @@ class RoundStrategy:
         raise NotImplementedError
 
     def _count(self, batches: Sequence[Batch], result: StepResult) -> None:
-        """Note a step, also one that a rank with NaN or Inf did not make."""
+        """Count a step, including one that a rank with NaN or Inf did not make."""
 
     def _synchronize(self) -> None:
-        """Bring the results of a round together. Collective."""
+        """Combine the results of a round. Collective."""
         raise NotImplementedError
 
     def _meet(self, *, leave: bool = False) -> bool:
@@ -150,5 +151,5 @@ class RoundStrategy:
 
 
 def next_round(position: dict[str, Any]) -> dict[str, Any]:
-    """Return the position at the begin of the next round."""
+    """Return the position at the beginning of the next round."""
     return {**position, "ended": position["ended"] + int(position["done"] > 0), "done": 0}

@@ -30,7 +30,7 @@ class WholeReplicas:
     clock: PhaseClock
     """Seconds of a step by phase."""
     _began: bool = False
-    """Changes of the cut before the first epoch are applied to features when the model is complete."""
+    """Whether `take_place` has set the features to the cut; earlier changes of the cut wait for it."""
 
     def __post_init__(self) -> None:
         self.chain = self.halves.chain

@@ -1,8 +1,8 @@
-"""hvfreeze auto: fine-tune only while that pays for its time, then end with what is best on held-out samples.
+"""hvfreeze auto: fine-tune while that pays for its time, then keep what scores best on held-out samples.
 
-Read `auto` from top to bottom. It decides by two losses on held-out samples: the network's own (in its place --metric),
-and that of a probe, a small head fitted to the features of all blocks, which tells how good these are. Work is counted
-in forward passes of a sample: `run.budget.left()` is what --epochs or a time budget leave, `run.budget.work` the costs.
+Read `auto` first. The held-out loss of a probe, a small head on the features of all blocks, decides whether to continue
+fine-tuning. The held-out score of the network (its loss, or --metric) decides which model to keep. The unit of work is
+a forward pass of one sample: `run.budget.left()` is the remaining work, `run.budget.work` has the work of each verb.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from hvfreeze.training.evaluation import Score, fall
 from hvfreeze.training.verb_settings import default, for_head, for_network, for_round, for_trial, in_short, with_sgd
 from hvfreeze.training.verbs import Run
 
-# Tasks: photographs of signed digits and dots to count, far from what the weights know; CIFAR-10 and rotation, near it.
+# Tasks: photographs of signed digits and dot counting, far from the pretraining data; CIFAR-10 and rotation, near it.
 SGD_RATE = 0.05
 """Learning rate of SGD: photographs reach 98.7 % at 0.05, 94.0 % at 0.003; dots 91.9 % at 0.05, 88.8 % at 0.02."""
 BATCHES, MIN_STEPS = (64, 32, 16), 400
-"""Batches get smaller until there are enough steps: 600 images of dots reach 76, 87 and 92 % with 64, 32 and 16."""
+"""Batch sizes, and the fewest steps that a size must allow: 600 dot images reach 76, 87 and 92 % with 64, 32 and 16."""
 TRIAL_STEPS, MIN_FALL = 20, 0.05
-"""20 steps lower the probe's loss by 6 to 60 % on far tasks, and raise it by 1 to 46 % on near ones."""
+"""Steps of the trial, and the fall of the probe's loss that it needs: far tasks -6 to -60 %, near ones +1 to +46 %."""
 MANY_SAMPLES = 15_000
-"""Samples from which a round is the trial: 20 steps raise the loss of 20,000 images of CIFAR-10, a round lowers it."""
+"""Samples from which a whole round is the trial: on 20,000 of CIFAR-10, 20 steps raise the loss, a round lowers it."""
 FIRST_ROUND_EPOCHS, FIRST_ROUND_STEPS = (3, 4), 100
-"""3 epochs, 4 with many samples: 20,000 images of CIFAR-10 reach 81.2, 81.3 and 82.2 % after 0, 2 and 4."""
+"""Epochs, with few and many samples, and fewest steps: 20,000 of CIFAR-10 reach 81.2, 81.3, 82.2 % after 0, 2, 4."""
 MIN_FALL_TO_CONTINUE = 0.4
-"""Fall of the probe's loss in a round after which a longer one pays: dots 50 % and more; CIFAR-10 has 9 to 29 %."""
+"""Fall of the probe's loss in a round that makes a longer round pay: dots 50 % and more; CIFAR-10 only 9 to 29 %."""
 GOOD_ENOUGH = 0.07
-"""Held-out loss at which fine-tuning ends: photographs reach 0.05 in the first round; dots 0.28, then 0.10."""
+"""Held-out loss below which fine-tuning ends: photographs reach 0.05 in the first round; dots 0.28, then 0.10."""
 
 
 def auto(run: Run) -> None:
-    """Fine-tune while it pays; end with the better of the network and a head on the features of all its blocks."""
+    """Fine-tune while it pays; keep the better of the network and a head fitted to the features of all its blocks."""
     plan = plan_run(run)
     if not plan.has_room:
         finish(run, plan)
@@ -56,7 +56,7 @@ def auto(run: Run) -> None:
 
 
 def trial(run: Run, plan: Plan) -> tuple[bool, float]:
-    """Return whether a few steps of fine-tuning pay, and the probe's loss. With many samples, a round has to tell."""
+    """Return whether a few steps of fine-tuning pay, True with many samples: a round decides; and the probe's loss."""
     before = run.probe(plan.head_fit, plan.fine_tuning, is_fine_tuned=False)
     if not plan.has_default_sgd:
         run.fit_last_layer(plan.head_fit, plan.fine_tuning)
@@ -70,9 +70,9 @@ def trial(run: Run, plan: Plan) -> tuple[bool, float]:
 
 
 def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
-    """Fine-tune in rounds, each twice as long as the one before; the last takes the work that is left.
+    """Fine-tune in rounds, each twice as long as the one before; the last one uses all the remaining work.
 
-    Return the network's held-out score; None where the first round did not pay. `probed` is the probe's loss before.
+    Return the network's held-out score, or None if the first round did not pay. `probed` is the probe's loss before it.
     """
     costs, length, best = run.budget.work, plan.first_round, None
     while True:
@@ -81,7 +81,7 @@ def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
         if room < plan.epoch:
             if best is not None or plan.has_many:
                 return best
-            # There is no time for both: where a trial has paid, steps gain more than a head.
+            # No time for both: after a trial that paid, more steps gain more than a fitted head.
             room = left
         is_first, is_last = best is None, room < 2 * length or not plan.is_pretrained
         work = room if is_last else length
@@ -100,7 +100,7 @@ def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
         ends = is_last or network.loss < GOOD_ENOUGH
         after = run.probe(plan.head_fit, plan.fine_tuning) if is_trial or not ends else math.inf
         if is_trial and not after < (1 - MIN_FALL) * probed:
-            run.say(f"as a trial: held-out loss of a head on the features {fall(probed, after, MIN_FALL)}")
+            run.say(f"trial: held-out loss of a head on the features {fall(probed, after, MIN_FALL)}")
             return None
         run.snapshot("kept")
         if ends or not after < (1 - MIN_FALL_TO_CONTINUE) * probed:
@@ -109,8 +109,8 @@ def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
 
 
 def finish(run: Run, plan: Plan, network: Score | None = None, *, is_fine_tuned: bool = False) -> None:
-    """End with a head on the features of all blocks, or with the network, of held-out score `network`."""
-    # Half: a clock may have taken some of the time that was kept for the head.
+    """End the run with a head on the features of all blocks, or with the network, whose held-out score is `network`."""
+    # Half: with a time budget, fine-tuning may have used some of the time reserved for the head.
     has_time = run.settings.freeze.has("last-solve") and run.budget.left() >= 0.5 * run.budget.work.head_fit
     if is_fine_tuned and not has_time:
         if run.settings.freeze.has("last-solve"):
@@ -132,11 +132,11 @@ class Plan:
     head_fit: Config
     fine_tuning: Config
     has_default_sgd: bool
-    """SGD at a large rate, from zeros in the last layer. Networks without BatchNorm have AdamW at a small one."""
+    """Whether to use SGD at a large rate from a zeroed last layer. Without BatchNorm it is AdamW at a small rate."""
     is_pretrained: bool
     has_many: bool
     has_trial: bool
-    """Whether a few steps tell if fine-tuning pays."""
+    """Whether a trial of a few steps decides if fine-tuning pays."""
     trial: Config
     trial_steps: int
     epoch: float
@@ -144,11 +144,11 @@ class Plan:
     first_round: float
     has_room: bool
     settings_for: Callable[..., Config]
-    """The settings of so much work of fine-tuning, in batches of which there are enough."""
+    """Returns the fine-tuning settings for an amount of work, with batches small enough for MIN_STEPS steps."""
 
 
 def plan_run(run: Run) -> Plan:
-    """Return how a run fine-tunes; give its budget the work of --epochs of full fine-tuning."""
+    """Return the plan of a run; set its budget to the work of --epochs of full fine-tuning."""
     settings, costs, factory = run.settings, run.budget.work, run.job.factory
     deal, asked = factory.context.feed.plan, settings.optimizer.batch_size
     pretrained, samples = settings.model.weights != "none", deal.batches_per_epoch * deal.batch_size
@@ -158,10 +158,10 @@ def plan_run(run: Run) -> Plan:
     fine_tuning = for_network(with_sgd(settings, SGD_RATE) if sgd else settings)
 
     def batch_for(steps: Callable[[int], float]) -> int:
-        """Return the largest batch with enough steps; a small one only where updates take less time than samples."""
+        """Return the largest batch size with enough steps; below 64 only if an update takes at most 60 % of a step."""
         if "batch_size" in settings.given or not (sgd or many):
             return asked
-        # Twice the batch at twice the rate where there are many samples (Goyal et al., 2017).
+        # With many samples, twice the batch at twice the rate (Goyal et al., 2017).
         sizes = [2 * BATCHES[0], *BATCHES] if many else list(BATCHES)
         cheap = [size for size in sizes if size >= BATCHES[0] or costs.update <= 0.6 * costs.step(size)]
         fitting = [size for size in cheap if size <= samples // 2 and steps(size) >= MIN_STEPS]
@@ -179,7 +179,7 @@ def plan_run(run: Run) -> Plan:
     trial_work = trial_steps * costs.step(trial_batch) + 2 * costs.probe
     full_batch = batch_for(lambda size: default("epochs") * samples / size)
     epoch = samples / full_batch * replace(costs, frozen=0.0).step(full_batch)
-    # Few samples have few steps in all: a trial of more than an epoch comes on top, or little would be left for rounds.
+    # With few samples, a trial longer than an epoch is added to the budget; else it would leave little for the rounds.
     is_extra = pretrained and not many and trial_steps * trial_batch > samples and settings.optimizer.epochs > 1
     run.budget.limit = settings.optimizer.epochs * epoch + is_extra * trial_work
     least = 2 * costs.probe + epoch if many or not pretrained else trial_work + 0.5 * epoch

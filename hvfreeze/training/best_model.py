@@ -35,7 +35,7 @@ def follow_best(job: Job, epoch: int) -> None:
     Collective: every rank of the world must call this, after synchronizing and evaluating.
     """
     improved = [name for name, score in job.last_scores.items() if name not in job.best or job.best[name].below(score)]
-    # Before class weights count, the run has not tried what they do.
+    # While class weights are deferred, evaluations without a gain do not count: the weights may still help.
     waits = bool(improved) or job.task.defers_weights
     job.evaluations_without_gain = 0 if waits else job.evaluations_without_gain + 1
     keeps = job.config.run.keep == "best" and bool(improved)
@@ -82,7 +82,7 @@ def link_best(job: Job, folder: Path) -> None:
 
 
 def bring_back_best(job: Job, checkpoint: Path) -> None:
-    """Restore the best models of the time of a checkpoint, on rank 0."""
+    """Restore the best models as they were at a checkpoint, on rank 0."""
     if job.config.run.keep != "best" or job.world.rank > 0:
         return
     for name in job.best:

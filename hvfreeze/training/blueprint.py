@@ -18,7 +18,7 @@ from hvfreeze.model.modes import in_evaluation, state_kept
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Build a model in blocks from its settings."""
+    """Settings that determine a model, which is built in blocks."""
 
     model: ModelConfig
     image_shape: tuple[int, ...]

@@ -34,7 +34,7 @@ POINT, PAIR = 1.24e4, 1.6e3
 PROBED, PROBE_FIT = 1.2, 1e8
 """Work of a probe per row: the forward pass, and the fit in operations of a forward pass."""
 LEAST_FORWARD = 5e7
-"""Least operations of a forward pass: smaller networks take no less time, because of the operator calls."""
+"""Minimum operations of a forward pass: smaller networks take no less time, because operator calls dominate."""
 RESERVED, RESERVED_SECONDS = 0.005, 0.5
 """Reserve for the end of a run, which checks and writes the model: share of the time budget, and seconds."""
 SECONDS_BETWEEN_PLANS = 2.0
@@ -110,7 +110,7 @@ class Budget:
     rate: float = 1.0
     started: float = field(default_factory=time.monotonic)
     spent: float = 0.0
-    """Work, or seconds, spent at the end of the last verb."""
+    """Work spent by the end of the last verb; with a time budget, seconds."""
     begun: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """State of the budget at the start of the recipe; see `mark`."""
     _before: float = 0.0
@@ -129,7 +129,7 @@ class Budget:
         return (self.seconds - reserve_of(self.seconds) - self.spent) * self.rate - self.work.evaluated
 
     def deadline(self, work: float) -> float | None:
-        """Return the second of the run at which `work` should be done; None without a time budget."""
+        """Return the seconds since the run began at which `work` should be done; None without a time budget."""
         return None if self.seconds is None else self.spent + work / self.rate
 
     def begin(self) -> None:
@@ -161,7 +161,7 @@ class Budget:
         self._done = (mark[2], mark[3]) if len(mark) == 4 else None
 
     def check(self, needed: float, *, what: str) -> None:
-        """Raise UsageError, on all ranks, if a time budget is too short for the least work of a run."""
+        """Raise UsageError, on all ranks, if a time budget is too short for the minimum work of a run."""
         if self.seconds is not None and needed > self.left():
             least = self.spent + reserve_of(self.seconds) + (needed + self.work.evaluated) / self.rate
             raise UsageError(

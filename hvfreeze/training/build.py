@@ -78,7 +78,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     started, config = time.monotonic() if started is None else started, config.resolved()
     set_up.seconds["start"] = time.monotonic() - started
     check_equal(world, "configuration", to_dict(config), apart=PER_RANK)
-    # Loading may take a minute, and the log begins with what was loaded.
+    # Log this first, because loading may take a minute.
     data, model = config.data.data_dir or config.data.data, config.model.model
     RunLogger(rank=world.rank, quiet=config.run.quiet).info(f"loading {data} and {model}")
     config, prepared = with_processor_settings(config, world)

@@ -37,9 +37,10 @@ def directory_of(job: Job) -> Path:
 def save(job: Job, *, settled: bool, alone: bool = False) -> None:
     """Start writing a checkpoint of all ranks, in the background of the next steps; see `finish_saving`. Collective.
 
-    Compares the replicas first. With `settled`, the strategy has synchronized the replicas. Without it, as when a run
-    is asked to leave between two synchronizations, the state is each rank's own, so that the resumed run synchronizes
-    at the same steps as an uninterrupted one. With `alone`, all other checkpoints are removed afterwards.
+    The replicas are synchronized and compared before anything is written. With `settled`, the checkpoint has the
+    synchronized state. Without it, it has each rank's own earlier state, for a run that is asked to leave between two
+    synchronizations; the resumed run then synchronizes at the same steps as an uninterrupted one. With `alone`, all
+    other checkpoints are removed afterwards.
 
     Raises:
         DivergedError: replicas are not equal; nothing was written.
@@ -108,7 +109,7 @@ SAVED = ("snapshots", "flips", "step", "epochs_done", "epoch_seconds", "best_acc
 
 
 def shared_state(job: Job) -> dict[str, Any]:
-    """Return the state that is equal on all ranks, or known to rank 0 alone, with that of the strategy."""
+    """Return the job's state that is equal on all ranks or known only to rank 0, without that of the strategy."""
     return {
         "run": identity(job.config),
         "journal": job.journal.state_dict(),
@@ -127,7 +128,7 @@ def shared_state(job: Job) -> dict[str, Any]:
 
 
 def rank_state(job: Job) -> dict[str, Any]:
-    """Return the state of this rank: random state, sums over samples, processor seconds, and that of the strategy."""
+    """Return this rank's random state, sums over samples and processor seconds, without the state of the strategy."""
     return {
         "processor_seconds": dict(job.clock.processor),
         "random": torch.get_rng_state(),
@@ -174,7 +175,8 @@ def is_due(job: Job) -> bool:
 def is_due_at_end(job: Job, *, is_last: bool) -> bool:
     """Return True if a checkpoint is due at the end of a verb. Collective.
 
-    With checkpoints, the end of the last verb always writes one, and other verbs if it is cheap.
+    With --checkpoint-every auto, the last verb always writes one, and other verbs do if it is cheap. With an interval,
+    every verb writes one.
     """
     cadence = job.config.run.checkpoint_cadence()
     return (is_last or is_cheap(job)) if cadence is None else bool(cadence[0])
@@ -183,7 +185,8 @@ def is_due_at_end(job: Job, *, is_last: bool) -> bool:
 def is_cheap(job: Job) -> bool:
     """Return True if another checkpoint keeps their share of training below `LARGEST_SHARE`. Collective.
 
-    Used only at the end of an epoch or a verb, where the strategy synchronizes anyway: a clock must not change any bit.
+    Used only at the end of an epoch or a verb, where the strategy synchronizes anyway, so that no result depends on the
+    clock.
     """
     seconds = job.clock.read()
     spent, trained = seconds["checkpoint"], train_seconds(seconds)

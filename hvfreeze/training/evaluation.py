@@ -37,7 +37,7 @@ class Score(NamedTuple):
     decides: float | None = None
     """The metric that decides, signed so that higher is better."""
     thresholds: tuple[float, ...] = ()
-    """Thresholds of labels with the best F1 on these held-out samples; see `tasks.MultiLabel`."""
+    """Label thresholds with the best F1 on these held-out samples; see `tasks.MultiLabel`."""
 
     @property
     def described(self) -> str:
@@ -91,9 +91,7 @@ class Best(NamedTuple):
     thresholds: tuple[float, ...] = ()
 
     def below(self, score: Score) -> bool:
-        """Return True if a score is better: a higher accuracy, or an equal one with a lower loss; NaN is the highest
-        loss.
-        """
+        """Return True if a score is better: higher accuracy, or equal accuracy and lower loss (NaN counts as Inf)."""
         ours, theirs = (math.inf if math.isnan(loss) else loss for loss in (self.loss, score.loss))
         best = self.accuracy if self.decides is None else self.decides
         return (score.quality, -theirs) > (best, -ours)
@@ -248,7 +246,7 @@ def by_model(models: Sequence[str], **parts: Scores) -> dict[str, Any]:
 
 
 def fall(before: float, after: float, needed: float) -> str:
-    """Format a change of a loss, which must fall by the share `needed`."""
+    """Format a change of a loss that must fall by the share `needed`, e.g. 0.05, for log lines."""
     if not (math.isfinite(before) and math.isfinite(after)):
         return f"{before:.3f} -> NaN or Inf"
     return f"{before:.3f} -> {after:.3f} ({100 * (after / before - 1):+.0f} %; fine-tuning needs {-100 * needed:.0f} %)"

@@ -1,8 +1,8 @@
 """The journal of a run: the finished verbs and their results.
 
 A recipe is ordinary code. A resumed run calls it again from the top: verbs that ended before the checkpoint return
-their recorded value at once, and the interrupted verb continues from its state. So a recipe must decide by the values
-of its verbs alone. The journal is equal on all ranks.
+their recorded value at once, and the interrupted verb continues from its state. So a recipe must decide only by its
+settings and the values of its verbs. The journal is equal on all ranks.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def own_numbers(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 
 def leave(job: Job) -> None:
-    """Write a checkpoint and leave with the exit code for preemption; `Preempted` gets the way on later. Collective."""
+    """Write a checkpoint, then raise Preempted, which ends the job with the exit code for preemption. Collective."""
     # An uninterrupted run synchronizes here only for a due checkpoint; at an epoch's end, evaluation comes first.
     settled = not job.at_epoch_end and is_due(job)
     with job.clock.within("checkpoint"):

@@ -91,7 +91,7 @@ class Opened:
         return -(-self.steps // self.steps_per_epoch)
 
     def plan(self, steps: int) -> None:
-        """Set the number of steps, equal on all ranks, and tell the strategy."""
+        """Set the number of steps, equal on all ranks, here and in the strategy."""
         self.steps, self.length.epochs = steps, max(1, -(-steps // self.steps_per_epoch))
 
 
@@ -191,7 +191,7 @@ class Factory:
         return HeldOut(feed.images, feed.every_view(of=feed.held_out(HELD_OUT)))
 
     def probe(self, head_fit: Config, fine_tuning: Config) -> Probe:
-        """Return the probe of the features for settings of fitting and of fine-fine_tuning."""
+        """Return the probe of the features for the settings of fitting a head and of fine-tuning."""
         feed = self.feed(Part(head_fit))
         assert isinstance(feed.images, Images), "a text has no head to fit"
         seen = seen_by(feed.plan.samples)

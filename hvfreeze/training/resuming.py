@@ -82,7 +82,7 @@ def restore(job: Job) -> int | None:
         own = scatter_sections(world, lambda _: next(states) if found else None)
         shared = {**shared, "step": restep(step, before=before, now=now)}
         if "exchange" in shared:
-            # Measured with other ranks on other links.
+            # The other number of ranks measured other links.
             shared["exchange"] = {}
         change = (
             f"ranks: {wrote} before, {world.size} now; "
@@ -98,7 +98,7 @@ def restore(job: Job) -> int | None:
 
 
 def restep(step: int, *, before: int, now: int) -> int:
-    """Return the last step that is not after the same fraction of an epoch, of `now` steps instead of `before`."""
+    """Convert a number of steps from epochs of `before` steps to epochs of `now` steps, rounded down."""
     epoch, within = divmod(step, before)
     return epoch * now + within * now // before
 

@@ -204,7 +204,7 @@ def finished(job: Job, *, has_state: bool) -> dict[str, Any] | None:
     `has_state` is True if the job has loaded a checkpoint.
 
     Raises:
-        RefusedError: the run has ended without a checkpoint, and is to become longer.
+        RefusedError: the run has ended without a checkpoint, so it cannot become longer.
     """
     path = job.directory / "summary.json"
 

@@ -23,7 +23,7 @@ from hvfreeze.training.parts import Factory
 def notes_on_freezing(config: Config, plan: Plan) -> list[str]:
     """Return notes on frozen blocks and on random weights."""
     settings, trains = config.freeze, bool(plan.trained)
-    # Given --epochs have a note of their own.
+    # If --epochs was given, another note says that it has no effect.
     is_silent = settings.auto and not trains and "epochs" not in plan.asked.given
     notes = [f"no fine-tuning: {plan.solves_alone}"] if is_silent else []
     if config.model.weights != "none":

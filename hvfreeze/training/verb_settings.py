@@ -64,7 +64,7 @@ def with_sgd(config: Config, rate: float) -> Config:
 
 
 def for_trial(config: Config, *, warmup: int) -> Config:
-    """Return the settings of a trial: half batches, as steps matter more than samples, and no decay."""
+    """Return the settings of a trial: half the batch size, as steps matter more than samples, and no cosine decay."""
     settings = config.optimizer
     schedule = "constant" if settings.schedule == "cosine" else settings.schedule
     batch = max(2, settings.batch_size // 2)

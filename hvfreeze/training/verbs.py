@@ -1,7 +1,8 @@
-"""The verbs of recipes. Each verb is a collective and returns a value that is equal on all ranks.
+"""The verbs that recipes call: fine-tune, fit a head, probe, snapshot, restore, finish.
 
-The journal records the value of each finished verb. A resumed run calls its recipe again: recorded verbs return at
-once, and the interrupted verb continues. So a recipe must decide by the settings and these values alone.
+Each verb is a collective and returns a value that is equal on all ranks. The journal records the value of each finished
+verb. A resumed run calls its recipe again: recorded verbs return at once, and the interrupted verb continues. So a
+recipe must decide only by the settings and these values.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class FineTuned:
 
 
 class Run:
-    """The verbs of a run.
+    """The verbs of a run. Every verb is a collective.
 
     Attributes:
         job: the state of the run.
@@ -63,7 +64,7 @@ class Run:
         """The part that the last recalled verb had open."""
         self._recalls = False
         self._thresholds: dict[str, tuple[float, ...]] = {}
-        """Thresholds chosen by held-out samples for the last head, the network and its snapshots."""
+        """Label thresholds chosen on held-out samples: of the last head, the network and each snapshot."""
 
     def fine_tune(
         self,
@@ -80,12 +81,15 @@ class Run:
 
         Args:
             settings: optimizer, augmentation, votes and strategy.
-            epochs: number of epochs; the run ends with them, and a resumed run may add more.
+            epochs: number of epochs of a whole run, which may have more when it is resumed.
             steps: number of steps, instead of epochs.
-            work: work of all steps, instead of epochs; with a time budget, the clock chooses the number of steps.
+            work: work of all steps, instead of epochs. With a time budget, the number of steps depends on their speed.
             holds_out: whether to exclude held-out samples.
             zeroes_last_layer: whether the model's own last layer starts with zeros.
             may_fail: whether NaN or Inf end the verb instead of the run.
+
+        Raises:
+            NumericsError: a loss or gradient is NaN or Inf, unless `may_fail`; on all ranks.
         """
         part, job = Part(settings, holds_out), self.job
         fixed = {} if epochs else {**self._named(settings), "steps": steps, "work": work, "zeroed": zeroes_last_layer}
@@ -125,7 +129,8 @@ class Run:
     def fit_head(self, settings: Config, *, is_fine_tuned: bool = False) -> Score:
         """Fit the head to the features of all samples; return its held-out score.
 
-        The score is that of a head fitted without the held-out samples; the head is then fitted to all samples.
+        The score is that of a head fitted without the held-out samples; the head is then fitted to all samples. If the
+        fit does not converge, the score has an infinite loss.
 
         Args:
             settings: head and augmentation.
@@ -222,9 +227,11 @@ class Run:
         self._thresholds["network"] = self._thresholds[name]
 
     def finish_with(self, settings: Config | None = None) -> None:
-        """Evaluate the final model: that of the last verb, or with `settings` the network with its own last layer.
+        """Evaluate the final model, in the last verb of a run.
 
-        The network must have its own last layer, as after `fine_tune` or `restore`.
+        Args:
+            settings: for the network with its own last layer, as `fine_tune` and `restore` leave it; None for the model
+                of the last verb.
         """
         part = None if settings is None else Part(settings)
         self.job.thresholds = self._thresholds.get("head" if part is None else "network", ())
@@ -244,7 +251,7 @@ class Run:
         self._do("finish", {"network": part is not None}, make, work=lambda _: evaluated, part=part, is_last=True)
 
     def verdict(self, head: Score, network: Score | None, head_wins: bool) -> str:
-        """Return the end of a log line with a head's score: that of a network, if any, and which of them is kept."""
+        """Return log text with the network's score and the model to keep, head or network; empty without a network."""
         if network is None:
             return ""
         name, lower = self.job.task.decisive
@@ -253,7 +260,7 @@ class Run:
         return f"; network: {network.described}; {better} decides: keeping the {'head' if head_wins else 'network'}"
 
     def say(self, text: str) -> None:
-        """Log a line once: not after a recalled verb."""
+        """Log a line, unless the last verb was recalled: its line is in the log already."""
         if not self._recalls:
             self.job.logger.info(text + (self.job.beside_majority if "accuracy" in text else ""))
 
@@ -271,7 +278,16 @@ class Run:
         part: Part | None = None,
         is_last: bool = False,
     ) -> Any:
-        """Return a verb's recorded value, or run `make` and record its value, which is plain."""
+        """Return a verb's recorded value; without a record, run the verb and record its value.
+
+        Args:
+            verb: name in the journal.
+            arguments: plain values that must equal the recorded ones.
+            make: runs the verb and returns a plain value; called with True if the verb continues from a checkpoint.
+            work: returns the work of the verb from its value.
+            part: the part that the verb opens, if any.
+            is_last: whether the run ends with the verb.
+        """
         job = self.job
         entry = job.journal.recall(verb, arguments)
         self._recalls = entry is not None

@@ -137,7 +137,7 @@ def open_pipelines(
     cost_inputs: dict[Partitioning, CostInputs] = {}
 
     def present_cost_inputs() -> CostInputs:
-        # Both splits pay from one budget.
+        # Both splits share one budget.
         now = stage.partitioning
         if now not in cost_inputs:
             cost_inputs[now] = open_cost_inputs(context, config, stage.freezer, size=stage.mesh.replicas)
@@ -176,7 +176,7 @@ def facts_of(config: Config, context: BuildContext) -> GridFacts:
     number = settings.micro_batches or default_micro_batches(parts, rows=rows, repartitions=settings.redeals)
     if number > rows:
         raise UsageError(f"--micro-batches ({number}) must be at most --batch-size ({rows})")
-    # BatchNorm that keeps its statistics normalises nothing by the batch.
+    # BatchNorm that keeps its statistics does not normalise by the batch, so any batch size is valid.
     if config.freeze.statistics != "kept":
         asked = f"--micro-batches ({number}) of --batch-size ({rows})"
         check_rows(context, start=config.freeze.cut or 0, rows=rows // number, asked=asked)
@@ -200,9 +200,9 @@ def default_micro_batches(parts: int, *, rows: int, repartitions: bool) -> int:
     """Return the default number of micro-batches for a batch of `rows` samples."""
     if parts == 1:
         return 1
-    # Two samples at least: BatchNorm cannot normalise one.
+    # At least two samples: BatchNorm cannot normalise one.
     number = max(1, min(2 * parts, rows // 2))
-    # As many lines as there were parts may come to share a batch.
+    # Later, up to `parts` pipelines may share a batch.
     return max(parts, number // parts * parts) if repartitions else number
 
 
@@ -230,7 +230,7 @@ def open_places(world: World, facts: GridFacts, *, observing: bool) -> dict[int,
     """Return this rank's place in pipelines of every possible length, the run's first length first. Collective."""
     shorter = shorter_lines(facts.parts, micro_batches=facts.micro_batches)
     places = {}
-    # Now, and not when blocks change hands: a run that is resumed begins with the partitioning that it had.
+    # Opened at the start, not when blocks move: a resumed run begins with the partitioning of its checkpoint.
     for parts in [facts.parts, *(shorter if facts.repartitions else [])]:
         mesh = open_mesh(world, partitions=parts)
         places[parts] = Place(mesh, open_line(mesh) if parts > 1 and observing else None)
@@ -259,7 +259,7 @@ def introduce(
 ) -> None:
     """Log each rank's part, and the bytes that the ranks of a pipeline send per batch."""
     cuts = ", ".join(f"{start}..{stop - 1}" for start, stop in segments)
-    # Activations one way, errors of the same shape the other, while nothing is frozen.
+    # Activations forward and gradients of the same shape back, while nothing is frozen.
     sent = sum(batch[start].num_bytes for start, _ in segments[1:])
     context.say(
         f"grid: parts {facts.parts} (blocks {cuts}), replicas {facts.replicas}, micro-batches {facts.micro_batches}, "

@@ -208,7 +208,7 @@ class CachedRows:
     _answers: bool = False
     """Whether this rank reports for all readers."""
     _lines: list[str] = field(default_factory=list)
-    """Logs a line on a reader."""
+    """Log lines of this rank's cache, which `begin_epoch` returns."""
 
     def begin_epoch(self, batches: Sequence[Batch]) -> list[str]:
         """Prepare for these batches or micro-batches of this rank's pipeline; return lines for the user. Collective.
@@ -239,7 +239,7 @@ class CachedRows:
                 with remote.served():
                     self._follow(remote).begin_epoch(batches)
 
-        # Collectives in there are the readers' own, and fail on all of them; the others hear it from the last message.
+        # `work` has collectives among readers only, which fail on all readers; other ranks get the error at the end.
         raise_on_all_ranks(world, work, name=f"grid.cache.{self.name}")
         gathered = world.allgather_object((self._found(batches), list(self._lines)), name=f"grid.cached.{self.name}")
         found, lines = gathered[mesh.rank_of(reader)][0], gathered[mesh.rank_of(reader, replica=0)][1]
@@ -248,7 +248,7 @@ class CachedRows:
             self.depth, self.reader = cut, reader
             self._cached = frozenset(key_of(batch) for batch, there in zip(batches, found, strict=True) if there)
         self._lines.clear()
-        # All readers have the same to say.
+        # All readers have the same lines.
         return lines
 
     def cached(self, batch: Batch) -> bool:
@@ -283,7 +283,7 @@ class CachedRows:
         report = self.report()
         self._earlier = {**report, "bytes": 0} if report is not None else {}
         self._cuts = ()
-        # All ranks: the next readers read what was kept.
+        # On all ranks, because the next readers read these rows.
         raise_on_all_ranks(self.stage.mesh.world, self.close, name=f"grid.cache.{self.name}.close")
         self._features = None
 
@@ -306,7 +306,7 @@ class CachedRows:
             rows //= stage.facts.micro_batches
         else:
             split = context.tested(passes_per_epoch=1 / config.run.evaluate_every)
-            # Lines share evaluation samples by whole batches.
+            # Pipelines divide the evaluation samples by whole batches.
             split = replace(split, ids=split.ids[np.arange(len(split.ids)) // rows % stage.lines == stage.line])
         source = RowSource(
             split=split,
@@ -322,7 +322,7 @@ class CachedRows:
             data=config.data,
             mixed=context.corpus.plan.mixes,
             world=stage.mesh.replica_world,
-            # Trials of whole batches say nothing about micro-batches.
+            # Timings of whole batches do not apply to micro-batches.
             costs=replace(self.cost_inputs(), _trials={}),
             owner=str(context.directory),
             say=self._lines.append,

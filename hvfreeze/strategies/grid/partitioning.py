@@ -196,7 +196,7 @@ def repartitioned(
         first = first or own
         sent.update(own["sent"])
         for name, tensor in own["tensors"].items():
-            # Parameters are equal on all replicas, BatchNorm's statistics are each one's own.
+            # Parameters are equal on all replicas; each has its own BatchNorm statistics.
             if name not in tensors or name.endswith(("running_mean", "running_var")):
                 tensors.setdefault(name, []).append(tensor)
         optimizer |= own["optimizer"]

@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     siblings: Sequence[Batch]
-    """Number of its batch's micro-batches in this pipeline."""
+    """All micro-batches of its batch in this pipeline."""
     place: int
     """Its index among them."""
 
@@ -63,7 +63,7 @@ class LineResult(NamedTuple):
     loss: float
     """Mean over the pipeline's samples."""
     share: float
-    """The part of the step's loss, which is the mean of these over all pipelines."""
+    """This pipeline's contribution to the step's loss, which is the mean over all pipelines."""
     answers: Answers
 
 
@@ -202,14 +202,14 @@ class Pipeline:
             return came, start
         with self.clock.within("data"):
             if self.rows.depth > 0:
-                # Not all of them need come in here.
+                # Load only this micro-batch: cached ones need no images.
                 return self.load(batch), start
             if place == 0:
                 self._images = self.load(joined(siblings)).split([len(each.labels) for each in siblings])
         return self._images[place].detach(), start
 
     def _weighted_loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        # Lines are averaged over, but those of one replica share its batches.
+        # The loss is averaged over pipelines, and those of a replica share its batches.
         share = len(batch.labels) * self.stage.lines / self._total
         loss = self.objective.loss(logits, Mixture(logits, batch.labels, batch.ids)) * share
         self._loss += loss.item()
@@ -221,7 +221,7 @@ class Pipeline:
         rows, kept = len(self._micro_batches[number].batch.labels), self._kept.pop(number)
         error = None if self.is_last else self._get(stop, rows, "errors", self._sequence + number)
         with self.clock.within("backward"):
-            # Blocks behind the cut may have no parameters, or such as the user has frozen.
+            # Blocks behind the cut may have no parameters, or only ones that the user has frozen.
             if kept.output.requires_grad:
                 kept.output.backward(error)
         if start > cut and self.stage.mesh.before is not None:

@@ -91,14 +91,14 @@ class Grid(SplitStrategy):
         )
         self.stage.update.make(rate)
 
-        # All ranks, at the end of an interval: the vote, and the same cut in the same step.
+        # Collective at the end of an interval: the vote, after which all ranks have the same cut.
         clock.enter("vote")
         decision = self.freezer.after_step(0.0 if result is None else result.loss)
         if decision is not None:
             self._check_cut()
         clock.enter("data")
         if self.freezer.step == 1:
-            # Now, before there is work to lose.
+            # In the first step, before there is work to lose.
             check_buffers(self.chain.named_buffers(), self.chain.modules(), self.world, step=1)
         losses = {MODEL: mean_loss if result is None else result.loss}
         answers = {} if result is None else {MODEL: result.answers}
@@ -169,7 +169,7 @@ class Grid(SplitStrategy):
             cache = merged(cache, each) if each else cache
         return {
             "cut_history": freezer.cut_history,
-            # Partitions differ in size: those of the rank with most.
+            # Partitions differ in size: report the rank with the most bytes.
             "allreduce_bytes": max(ranks["allreduce_bytes"]),
             "other_collective_bytes": max(ranks.pop("other_bytes")),
             "cache": {**(cache or NOTHING_KEPT), "mode": facts.cache},
@@ -221,7 +221,7 @@ class Grid(SplitStrategy):
         if training:
             local = [one for batch in batches for one in stage.micro_batches(batch)]
         else:
-            # Lines of one replica share its evaluation batches too.
+            # Pipelines of a replica share its evaluation batches too.
             local = list(batches[stage.line :: stage.lines])
             self._others = [batch for place, batch in enumerate(batches) if place % stage.lines != stage.line]
         for line in rows.begin_epoch(local):

@@ -131,7 +131,7 @@ def open_line_features(
         return Horizon(context.length.epochs - done.steps / batches, math.inf, done.steps // batches)
 
     costs = cost_inputs(context, config.cache, horizon, size=1)
-    # The only rank with a cache: it decides alone.
+    # Only this rank has a cache, so it decides alone.
     return open_both_features(context, config, halves, costs, world=LoneRank(context.world))
 
 

@@ -58,7 +58,7 @@ class Signal(NamedTuple):
 
     step: int
     numbers: Tensor
-    """Number of losses with NaN or Inf, and number of ranks asked to leave."""
+    """Number of ranks with NaN or Inf, and number of ranks asked to leave."""
     handle: Any
 
 
@@ -109,7 +109,7 @@ class LocalCritics(SplitStrategy):
             if self.features is None:
                 return
             if not self._began:
-                # Not earlier: the run directory is there, and the model in place.
+                # Not earlier: only now the run directory exists and the model has its initial state.
                 for features in self.features:
                     features.move((self.cut,))
             self.features[0 if training else 1].begin_epoch(batches)
@@ -127,7 +127,7 @@ class LocalCritics(SplitStrategy):
         x = line.input(number, lambda: self._load(batch, training=True))
         self._coming -= 1
         if self._coming > 0 and not self._leaving:
-            # Where no batch comes after this one, nothing must be waited for.
+            # Only if another batch follows.
             line.expect_input(number + 1)
         before: LayerGroup | None = None
         for group in self.groups:
@@ -294,7 +294,7 @@ class LocalCritics(SplitStrategy):
     def _tell(self, step: int, *, leave: bool) -> None:
         """Start to send the signals of this step to all ranks."""
         numbers = torch.tensor([int(self._broken), int(leave)], dtype=torch.int32)
-        # As many names as there are signals under way at most.
+        # One name for each signal that may be pending at the same time.
         name = f"critics.signals.{step % (batches_ahead(self.world.size) + 1)}"
         self._signals.append(Signal(step, numbers, self.world.start_allreduce_(numbers, name=name)))
         self.signal_bytes += numbers.nbytes if self.world.size > 1 else 0

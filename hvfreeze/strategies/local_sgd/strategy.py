@@ -172,7 +172,7 @@ class LocalSgd(RoundStrategy):
         self._statistics_bytes += average_running_statistics(modules, self.world)
         buffers = dict(self._buffers())
         if buffers and self.world.size > 1:
-            # A mean of vectors of length 1, or of counts, would be none.
+            # Not averaged: a mean of unit vectors is no unit vector, and a mean of counts no count.
             broadcast_tensors(buffers, self.world)
             self._statistics_bytes += sum(buffer.nbytes for buffer in buffers.values())
 

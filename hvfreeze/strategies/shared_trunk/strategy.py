@@ -157,7 +157,7 @@ class SharedTrunk(SplitStrategy):
             self._settled_in = True
             end_set_up()
         if not training:
-            # A run whose time is over ends in the middle of an epoch, with batches in the line.
+            # A run whose time budget is used up ends within an epoch, with batches in the pipeline.
             self.training.line.finish()
         (self.training if training else self.evaluation).begin_epoch(batches)
 
@@ -173,7 +173,7 @@ class SharedTrunk(SplitStrategy):
             losses[name], answers[name] = head.train(served.features[head.depth], right, clock)
         broken = [name for head, (name, loss) in zip(self.heads, losses.items()) if not head.is_finite(loss)]
 
-        # All ranks: two numbers, and no parameter.
+        # Collective: two numbers, no parameters.
         clock.enter("allreduce")
         signals = torch.tensor([len(broken), int(leave)], dtype=torch.int32)
         num_broken, num_leaving = self._sum(signals).tolist()
@@ -276,7 +276,7 @@ class SharedTrunk(SplitStrategy):
         local = {
             **cache,
             "exact": all(store.exact for store in both),
-            # By batches that the line did not run for, less what the cache took.
+            # Time of the batches for which the pipeline did not run, minus that of the cache.
             "seconds_saved": of_a_batch * training.batches_silent - took if stores else 0.0,
             "trunk_bytes": segment_bytes(self.chain, self.segment),
             "forwards": training.line.forwards,

@@ -275,7 +275,7 @@ def column_of(
                 f"--tasks: task {task.name}: sample {name} of {split} has no label in column {task.column}{others}; "
                 "label every sample of the run"
             )
-    # The table may have lines of training samples that the run leaves out.
+    # The table may have training samples that the run does not use.
     taught = set(words["train"].values())
     unknown = sorted(set(words["test"].values()) - taught)
     if unknown:

@@ -49,7 +49,7 @@ def open_stale_ring(context: BuildContext, config: Config) -> StaleRing:
     }
     introduce(context, facts, boundaries)
     local = [facts.segments[part] for part in modules]
-    # Each stays whole on one rank, hence also what both ends share.
+    # Each module stays whole on one rank, and so do the parameters that both ends share.
     for part, segment in enumerate(facts.segments):
         if part not in modules:
             drop_tensors(chain, *segment)
@@ -94,10 +94,10 @@ def facts_of(context: BuildContext, config: Config, images: Tensor) -> RingFacts
 
 
 def cut_for_ring(costs: Sequence[float], *, parts: int) -> tuple[Segment, ...]:
-    """Return the modules with the shortest step: rank 0 has two, which are smaller than the others.
+    """Return the modules with the shortest step; rank 0 has two modules, which are smaller than the others.
 
-    Of equally fast ones, those with the smallest largest module. If there are more than `MOST_CUTS` ways, modules are
-    equal.
+    Of equally fast divisions, take the one with the smallest largest module. With more than `MOST_CUTS` divisions, cut
+    the blocks evenly instead.
     """
     depth = len(costs)
     if math.comb(depth - 1, parts - 1) > MOST_CUTS:

@@ -66,7 +66,7 @@ class RingModule:
 
     @property
     def chain(self) -> Chain:
-        """The whole model's number of blocks."""
+        """The whole model in blocks."""
         return self.halves.chain
 
     @property
@@ -77,7 +77,7 @@ class RingModule:
 
     @property
     def waiting(self) -> int:
-        """Number of batches between their passes."""
+        """Number of batches between their forward and backward passes."""
         return len(self._passes)
 
     def forward(self, x: Tensor, batch: int, *, waits: bool) -> Tensor:

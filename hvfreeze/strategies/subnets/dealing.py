@@ -63,7 +63,7 @@ class Parameter:
 
     @property
     def layer(self) -> int:
-        """The hidden layer whose neurons' owners have this parameter."""
+        """The hidden layer whose owners hold this parameter."""
         layer = self.layers[self.owned]
         assert layer is not None
         return layer
@@ -88,8 +88,8 @@ def parameters_of(mlp: Mlp) -> list[Parameter]:
 class Table:
     """The owners of the parameters of an Mlp, and the pieces of a round.
 
-    A piece is what a rank trains. `piece` and `owners_part` take undivided dimensions and the rank's neurons in
-    ascending order, so that the parts of rank 0, 1, ... of a piece follow each other along the owned dimension.
+    A piece has the entries that a rank trains in a round: all of undivided dimensions, and the rank's neurons of the
+    others in ascending order. So the entries of owners 0, 1, ... follow each other along the owned dimension.
     """
 
     widths: tuple[int, ...]
@@ -120,7 +120,7 @@ class Table:
         return whole.narrow(parameter.owned, start, stop - start)
 
     def indices(self, parameter: Parameter, dealt: Deal, *, owner: int, rank: int) -> tuple[Tensor, ...]:
-        """Return for each dimension which entries of `owner`'s part are rank's in this deal, in ascending order."""
+        """Return for each dimension the indices, ascending, of `owner`'s entries that `rank` trains in this deal."""
         found = []
         for dimension, layer in enumerate(parameter.layers):
             if layer is None:

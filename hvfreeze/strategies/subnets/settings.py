@@ -20,7 +20,7 @@ class SubnetsConfig(StrategyConfig):
 
     builder = "hvfreeze.strategies.subnets.strategy:open_subnets"
     page = "subnets"
-    # Momentum would be that of other neurons.
+    # No momentum: it would belong to other neurons.
     defaults: ClassVar[Mapping[str, Any]] = {"model": "mlp", "momentum": 0.0}
     evaluates_more = batch_statistics = True
     accepts: ClassVar[Mapping[str, Accepted]] = {

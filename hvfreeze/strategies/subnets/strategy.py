@@ -129,7 +129,7 @@ def find_mlp(chain: Chain, config: Config, *, ranks: int) -> Place:
             "model such as resnet18, which ends in a single layer"
         )
     steps = block.steps
-    # An Mlp is an nn.Sequential too, and is dealt out as a whole.
+    # An Mlp is an nn.Sequential too, but is not opened here.
     while (
         isinstance(steps[-1], nn.Sequential)
         and not isinstance(steps[-1], Mlp)
@@ -184,7 +184,7 @@ class Subnets(RoundStrategy):
     _dealt: Deal | None = None
     """The deal of the round; None before its first step."""
     _statistics: list[Tensor] | None = None
-    """Digest of the whole network, if it was assembled since the last step."""
+    """BatchNorm statistics of the whole network, if it was assembled since the last step."""
     _shown: bool = False
     _collective_bytes: int = 0
 
@@ -364,11 +364,11 @@ class Subnets(RoundStrategy):
         """Set BatchNorm's statistics from the last step's batches of all ranks; return the bytes sent. Collective."""
         norms = [module for module in self.whole.modules() if isinstance(module, torch.nn.BatchNorm1d)]
         momentum = [norm.momentum for norm in norms]
-        # Dropout before the MLP would move the generator, and is not there when an image is evaluated.
+        # In evaluation there is no dropout before the MLP; here it would also advance the random generator.
         with in_evaluation(self.replica.chain.model):
             for norm in norms:
                 norm.reset_running_stats()
-                # The mean over the batches.
+                # None averages over the batches.
                 norm.momentum = None
                 norm.train()
             for batch in self._batches:
@@ -378,7 +378,7 @@ class Subnets(RoundStrategy):
         for norm, before in zip(norms, momentum, strict=True):
             norm.momentum = before
             assert norm.num_batches_tracked is not None
-            # How often the model was looked at is no part of it.
+            # The number of evaluations is no part of the model.
             norm.num_batches_tracked.zero_()
         return average_running_statistics(self.whole.modules(), self.world)
 

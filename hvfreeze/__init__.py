@@ -3,7 +3,8 @@
 `auto("photos", weights="DEFAULT")` fine-tunes on a folder of images; `train(Config(...))` runs any configuration. Both
 return the run's summary. `load_model` returns a finished run's model.
 For a Horovod script: `DistributedOptimizer`, in place of Horovod's, `CachedLoader`, around the script's own loader, and
-`fit_head` and `fit_classifier`, which fit the last layer, or a head on the features of all blocks, in closed form.
+`fit_head` and `fit_classifier`, which fit the last layer, or a head on the features of all blocks, in one pass over the
+data.
 `HvfreezeError` is the base class of all errors. Everything else can be imported from its module, and may move.
 """
 

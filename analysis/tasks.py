@@ -333,8 +333,12 @@ def side_by_side(results: Results, way: str, column: str) -> str:
 
 
 def measured(results: Results) -> dict[str, Task]:
-    """Return the tasks that auto and a fitted head have runs of."""
-    return {name: task for name, task in TASKS.items() if results.has(f"{name}-auto", f"{name}-auto1")}
+    """Return the tasks that have runs of auto, of a fitted head and of full fine-tuning."""
+    return {
+        name: task
+        for name, task in TASKS.items()
+        if results.has(f"{name}-auto", f"{name}-auto1") and full_ways(results, name)
+    }
 
 
 def compared(results: Results) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from analysis.parts.class_folders import class_folder
 from analysis.sweeps.options import folder_to_write
 
 PARTS = {"train": (4_000, 0), "test": (2_000, 1)}
@@ -32,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part, (count, seed) in PARTS.items():
         images, dots = draw(count, seed)
         for number, (image, label) in enumerate(zip(images, dots, strict=True)):
-            place = folder / part / str(label)
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(place / f"{number}.png")
+            Image.fromarray(image).save(class_folder(folder, part, label) / f"{number}.png")
     return 0
 
 

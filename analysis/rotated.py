@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from analysis.parts.class_folders import class_folder
 from analysis.sweeps.options import folder_to_write
 
 PARTS = {"train": (5_000, 0), "test": (2_000, 1)}
@@ -36,17 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         random = np.random.default_rng(seed)
         chosen = random.choice(len(files), count, replace=False)
         for number, (index, turn) in enumerate(zip(chosen, random.choice(DEGREES, count), strict=True)):
-            place = folder_of(options.folder, part, int(turn))
+            place = class_folder(options.folder, part, turn)
             with Image.open(files[index]) as image:
                 image.convert("RGB").rotate(int(turn)).save(place / f"{number}.png")
     return 0
-
-
-def folder_of(folder: Path, part: str, degrees: int) -> Path:
-    """Return a class's folder, made where it is missing."""
-    place = folder / part / str(degrees)
-    place.mkdir(parents=True, exist_ok=True)
-    return place
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.parts.class_folders import class_folder, files_of_classes
 from analysis.sweeps.options import folder_to_write
 
-PARTS = ("train", "test")
 IMAGES, TEST_IMAGES = 5_000, 2_000
 WRONG = 0.2
 MOST, FEWER = 1_500, 0.6
@@ -29,21 +29,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("images", type=Path, metavar="CIFAR")
     parser.add_argument("folder", type=folder_to_write, metavar="DIR")
     options = parser.parse_args(arguments)
-    random = np.random.default_rng(0)
-    train, test = ({kind.name: sorted(kind.iterdir()) for kind in folders(options.images / part)} for part in PARTS)
-    equal = dict.fromkeys(train, IMAGES // len(train))
+    train, test = (files_of_classes(options.images, part) for part in ("train", "test"))
+    equal = dict.fromkeys(train, IMAGES // max(1, len(train)))
     rare = {name: round(MOST * FEWER**place) for place, name in enumerate(train)}
+    tests = dict.fromkeys(train, TEST_IMAGES // max(1, len(train)))
+    few = too_few(train, equal) or too_few(train, rare) or too_few(test, tests)
+    if few or not train:
+        parser.error(f"CIFAR ({options.images}) has too few images in {{train,test}}/CLASS: {few or 'none'}")
+    random = np.random.default_rng(0)
     tasks = {"wrong-labels": mislabel(draw(train, equal, random), random), "rare-classes": draw(train, rare, random)}
-    tested = draw(test, dict.fromkeys(test, TEST_IMAGES // len(test)), random)
+    tested = draw(test, tests, random)
     for name, images in tasks.items():
-        write(options.folder / name / "train", images)
-        write(options.folder / name / "test", tested)
+        write(options.folder / name, "train", images)
+        write(options.folder / name, "test", tested)
     return 0
 
 
-def folders(part: Path) -> list[Path]:
-    """Return the folders of the classes, in order."""
-    return sorted(path for path in part.iterdir() if path.is_dir())
+def too_few(files: Mapping[str, Sequence[Path]], counts: Mapping[str, int]) -> str:
+    """Return in words which classes have fewer images than wanted; empty if none has."""
+    found = {name: len(files.get(name, ())) for name in counts}
+    return ", ".join(f"{name} {found[name]} of {count}" for name, count in counts.items() if found[name] < count)
 
 
 def draw(
@@ -67,12 +72,10 @@ def mislabel(images: Sequence[tuple[str, Path]], random: np.random.Generator) ->
     return spoiled
 
 
-def write(folder: Path, images: Sequence[tuple[str, Path]]) -> None:
+def write(folder: Path, part: str, images: Sequence[tuple[str, Path]]) -> None:
     """Copy images into the folders of their classes."""
     for number, (name, path) in enumerate(images):
-        place = folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place / f"{number}{path.suffix}")
+        shutil.copyfile(path, class_folder(folder, part, name) / f"{number}{path.suffix}")
 
 
 if __name__ == "__main__":

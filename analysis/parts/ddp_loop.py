@@ -77,7 +77,7 @@ def train_step(training: Training, batch: Batch, *, total: int) -> tuple[float, 
     clock.enter("forward")
     logits = training.model(images)
     loss = functional.cross_entropy(logits, batch.labels)
-    value = float(loss)
+    value = loss.item()
     # The exchange is inside backward(), where DistributedDataParallel waits for it.
     clock.enter("backward")
     training.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The settings of the optimizer, its schedule and the loss, and the parsers of their values."""
+"""The settings of the optimizer, its schedule and the loss, and the parsers of their values. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of the files, the start and the evaluations of a run, and the parsers of their values."""
+"""The settings of the files, the start and the evaluations of a run, and the parsers of their values. No torch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RunConfig(Section):
     metric: Annotated[str, choice(*dict.fromkeys(sum(METRICS.values(), ())))] | None = setting(
         None,
         "NAME",
-        "held-out metric by which hvfreeze auto, --keep best and --early-stop compare models: accuracy, "
+        "held-out metric that compares models in hvfreeze auto, --keep best and --early-stop: accuracy, "
         "balanced-accuracy, macro-f1 or auroc for classes (default: accuracy, in hvfreeze auto the loss), "
         "average-precision (default) or macro-f1 for several labels, r2 (default) or mae for numbers",
         brief="held-out metric that decides, as macro-f1 [loss]",

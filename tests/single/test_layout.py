@@ -19,6 +19,7 @@ LEVELS = [
         "errors files wording memory allocator timing user_code torch_imports torchvision_shim plain_load plain_yaml",
         "rules",
         "config",
+        "settings",
         "metrics row_weights",
         "tasks",
         "model comm cache data runs",
@@ -34,6 +35,7 @@ ALLOWED = {
     home: set(others.split())
     for home, others in {
         "config": "errors wording user_code rules plain_yaml",
+        "settings": "errors wording rules config",
         "inference": "__init__ errors user_code rules config plain_yaml model data heads metrics tasks runs "
         "report timing torch_imports wording",
         "report": "errors config metrics runs wording",
@@ -102,7 +104,9 @@ def imports_of(text: str) -> list[str]:
 
 
 def home_of(module: str) -> str:
-    """The folder, or file, of hvfreeze that a module belongs to."""
+    """The folder, or file, of hvfreeze that a module belongs to; settings of strategies are a layer of their own."""
+    if re.fullmatch(r"hvfreeze\.strategies\.\w+\.settings(\..*)?", module):
+        return "settings"
     return module.split(".")[1] if module.count(".") else "__init__"
 
 
@@ -164,6 +168,7 @@ PLANTED = {
     "hvfreeze/data/planted.py": "from hvfreeze.comm import world",
     "hvfreeze/prefix/planted.py": "def f():\n    from hvfreeze.freezing.freezer import Freezer",
     "hvfreeze/freezing/planted.py": "from hvfreeze.prefix.features import Features",
+    "hvfreeze/strategies/planted/settings.py": "from hvfreeze.freezing.vote import Voter",
     "hvfreeze/strategies/planted.py": "from hvfreeze.strategies.data_parallel import DataParallel",
     "hvfreeze/training/planted.py": "import horovod.torch as hvd",
     "hvfreeze/inference/planted.py": "from hvfreeze.freezing.freezer import Freezer",

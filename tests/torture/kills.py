@@ -157,7 +157,7 @@ def round_of(
     longest: float,
     ready: Callable[[], object] = lambda: True,
 ) -> dict[str, Any]:
-    """Go on with a life, disturb it at most `longest` after it is `ready`, and return what was found.
+    """Resume a life, disturb it at most `longest` after it is `ready`, and return what was found.
 
     `complete` tells that it needs no more.
     """

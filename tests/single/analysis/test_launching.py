@@ -18,7 +18,6 @@ SMALL = {"freeze": "none", "model": "resnet20", "image_size": 16}
 
 
 @pytest.mark.seldom
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 def test_one_rank_under_ddp_trains_exactly_as_ours_does(tmp_path: Path) -> None:
     planned, site = SMOKE.run("theirs", 0, SMALL, ranks=1, program="analysis.ddp"), Site(work=tmp_path)
     assert ddp.main(flags_of(planned, site, tmp_path / "theirs")) == 0

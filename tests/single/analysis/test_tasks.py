@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from analysis import dots, rotated, tasks
+from analysis import dots, rotated, spoiled, tasks
 from analysis.sweeps.kept import KeptRuns
 from analysis.sweeps.launching import Site, command_of
 from analysis.sweeps.presets import REDUCED, Preset
@@ -41,6 +41,37 @@ def test_a_turned_image_is_in_the_folder_of_its_angle(tmp_path: Path, monkeypatc
     for path in written:
         turned = np.rot90(original, int(path.parent.name) // 90)
         assert np.array_equal(np.asarray(Image.open(path)), turned)
+
+
+def test_labels_are_wrong_and_classes_rare_in_training_images_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"IMAGES": 20, "TEST_IMAGES": 4, "MOST": 10}.items():
+        monkeypatch.setattr(spoiled, name, value)
+    words = [str(tmp_path / "cifar"), str(tmp_path / "made")]
+    with pytest.raises(SystemExit, match="2"):
+        spoiled.main(words)
+    assert "has too few images in {train,test}/CLASS: none" in capsys.readouterr().err
+    for part, count in (("train", 10), ("test", 2)):
+        for kind in ("cat", "dog"):
+            place = tmp_path / "cifar" / part / kind
+            place.mkdir(parents=True)
+            for number in range(count):
+                (place / f"{number}.png").write_text(kind)
+    assert spoiled.main(words) == 0
+
+    def found(task: str, part: str) -> list[tuple[str, str]]:
+        return [(path.parent.name, path.read_text()) for path in (tmp_path / "made" / task / part).glob("*/*")]
+
+    wrong = found("wrong-labels", "train")
+    assert len(wrong) == 20 and sum(label != kind for label, kind in wrong) == spoiled.WRONG * 20
+    assert sorted(found("rare-classes", "train")) == [("cat", "cat")] * 10 + [("dog", "dog")] * 6
+    for task in ("wrong-labels", "rare-classes"):
+        assert sorted(found(task, "test")) == [("cat", "cat")] * 2 + [("dog", "dog")] * 2
+    (tmp_path / "cifar" / "test" / "dog" / "0.png").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        spoiled.main(words)
+    assert "dog 1 of 2" in capsys.readouterr().err
 
 
 def test_all_ways_of_a_seed_follow_each_other_and_find_their_data_and_weights() -> None:

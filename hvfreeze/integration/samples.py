@@ -339,9 +339,13 @@ def _digest(batch: Any) -> str:
 
 
 def _copy_of(sample: Any) -> Any:
-    """Return a copy, because a collate_fn may change its input; the object itself if it cannot be copied."""
+    """Return a copy, because a collate_fn may change its input; the object itself if it cannot be copied.
+
+    `copy.deepcopy` copies a tensor with its whole storage, which for a row of a `TensorDataset` is the whole data set.
+    """
     try:
-        return copy.deepcopy(sample)
+        rows = {id(leaf): leaf.clone() for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)}
+        return copy.deepcopy(sample, rows)
     except Exception:  # the user's objects may fail in any way
         return sample
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP = Path(__file__).with_name("startup")
@@ -26,13 +26,10 @@ GRACE_SECONDS = 10.0
 TIMED_OUT = 110
 """Exit code of `mpirun --timeout` when the time is over; also used when mpirun itself had to be killed."""
 
-Launcher = Literal["mpirun", "horovodrun"]
-
 _FROM_ANOTHER_JOB = re.compile(
     r"PMIX_|OMPI_COMM_WORLD|OMPI_UNIVERSE|OMPI_MCA_ess|OMPI_MCA_orte_|HOROVOD_|SLURM_|HVFREEZE_"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
-_TAG = re.compile(r"\[\d+,\d+\]<std(?:out|err)>:")
 _SET_BY_LIBRARIES = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """By torch's compiler and scikit-learn, when a test loads them: with these, jobs would begin otherwise than before."""
 _FOR_TESTS = {
@@ -50,7 +47,7 @@ _FOR_TESTS = {
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a job left: its exit code, its output without horovodrun's tags, and `ranks[r]`, the JSON object of rank r.
+    """What a job left: its exit code, its output, and `ranks[r]`, the JSON object of rank r.
 
     In a test: `assert result.returncode == 0, str(result)`.
     """
@@ -80,7 +77,6 @@ def mpirun(
     args: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
-    launcher: Launcher = "mpirun",
     every_rank_reports: bool | None = None,
 ) -> Result:
     """Runs `n` ranks and waits for their end.
@@ -92,7 +88,6 @@ def mpirun(
         args: Arguments of the worker script.
         env: Variables to add, or with None to drop.
         cwd: Folder to start in; the repository's root when None.
-        launcher: What starts the ranks.
         every_rank_reports: Fail unless every rank wrote its JSON file. By default so for a worker script.
 
     Raises:
@@ -104,9 +99,7 @@ def mpirun(
     with tempfile.TemporaryDirectory(prefix="hvfreeze-test-") as folder:
         out = Path(folder)
         variables = environment(env or {}, out=out, timeout=timeout)
-        returncode = _run(
-            [*launch(launcher, n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT
-        )
+        returncode = _run([*launch(n, timeout), *command, *args], variables, out, timeout=timeout, cwd=cwd or ROOT)
         left = end_all(processes_of(out), grace_seconds=GRACE_SECONDS)
         ranks = [json.loads(path.read_text()) for r in range(n) if (path := out / f"rank{r}.json").exists()]
         stdout, stderr = (_text(out / name) for name in ("stdout", "stderr"))
@@ -152,11 +145,9 @@ def environment(
     return variables
 
 
-def launch(launcher: Launcher, n: int, timeout: float | None = None) -> list[str]:
+def launch(n: int, timeout: float | None = None) -> list[str]:
     """Return the words that start `n` ranks of the command that follows, for so many seconds at most."""
     deadline = [] if timeout is None else ["--timeout", str(int(timeout))]
-    if launcher == "horovodrun":
-        return ["horovodrun", "-np", str(n), "-H", f"localhost:{n}", f"--mpi-args={' '.join(deadline)}"]
     return ["mpirun", *deadline, "-n", str(n), "--oversubscribe", "--bind-to", "none"]
 
 
@@ -213,4 +204,4 @@ def command_of(pid: int) -> str:
 
 
 def _text(path: Path) -> str:
-    return _TAG.sub("", path.read_text(encoding="utf-8", errors="replace"))
+    return path.read_text(encoding="utf-8", errors="replace")

@@ -44,7 +44,7 @@ class Job:
             listener.bind(address)
             listener.listen(size)
             self.launcher = subprocess.Popen(
-                [*launch("mpirun", size), sys.executable, str(PROGRAM), address, start],
+                [*launch(size), sys.executable, str(PROGRAM), address, start],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -18,6 +18,9 @@ from tests.parallel.nodes import WAIT_SECONDS, Nodes, attempts, launch, scratch,
 
 CLUSTER = str(ROOT / "launch/cluster")
 HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
+MPIRUN = str(ROOT / "launch/mpirun.sh")
+KNOWN_NETWORK = ("--network-interfaces", "eth0")
+"""For horovodrun, which otherwise takes seconds to find the network between nodes."""
 WORKERS = Path(__file__).with_name("workers")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -47,8 +50,8 @@ def interfaces() -> str:
 @pytest.mark.fault
 @pytest.mark.seldom
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends(nodes: Nodes, folder: Path) -> None:
-    job = ["horovodrun", "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
-    options = ["--train-samples", "64", "--epochs", "12"]
+    job = ["horovodrun", *KNOWN_NETWORK, "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
+    options = ["--train-samples", "64", "--epochs", "6"]
     restart = [str(ROOT / "launch/restart"), "--backoff", "0", "--"]
     variables = {"OMP_NUM_THREADS": "1", "HVFREEZE_CORES": "1"}
     disturbed = nodes.start(*restart, *job, *training(folder, *options), **variables)
@@ -70,7 +73,7 @@ def test_a_job_whose_rank_was_killed_is_restarted_and_ends(nodes: Nodes, folder:
 @pytest.mark.seldom
 def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: Nodes, folder: Path) -> None:
     worker = [sys.executable, "-W", "ignore", str(WORKERS / "own_on_nodes.py"), str(folder)]
-    done = nodes.run(HOROVODRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
+    done = nodes.run(MPIRUN, "-np", "2", "-H", "node0:1,node1:1", *worker, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = json.loads((folder / "found.json").read_text())
     assert [rank["host"] for rank in ranks] == ["node0", "node1"]
@@ -83,7 +86,7 @@ def test_a_script_of_ones_own_fills_a_cache_of_each_node_or_one_for_all(nodes: N
 def test_an_interface_sends_what_the_formula_says_of_each_compression(nodes: Nodes, folder: Path) -> None:
     size = 3
     worker = [sys.executable, str(WORKERS / "sent_gradients.py"), str(folder / "found")]
-    done = nodes.run(HOROVODRUN, "-np", str(size), *worker)
+    done = nodes.run(MPIRUN, "-np", str(size), *worker)
     assert done.returncode == 0, done.stderr
     for rank in json.loads((folder / "found").read_text()):
         for compression, bytes_of in rank.items():
@@ -152,7 +155,7 @@ def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal_and_no_secret_
 
 @pytest.mark.seldom
 def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path) -> None:
-    job = nodes.start("horovodrun", "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
+    job = nodes.start("horovodrun", *KNOWN_NETWORK, "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
     wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
     job.kill()
     job.communicate(timeout=WAIT_SECONDS)

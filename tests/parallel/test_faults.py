@@ -91,7 +91,6 @@ def test_an_error_that_one_rank_alone_meets_is_the_jobs(tmp_path: Path, fault: s
 
 
 @pytest.mark.standing
-@pytest.mark.seldom
 @pytest.mark.parametrize("size", [2])
 def test_a_rank_that_is_stopped_when_the_run_is_complete_ends_the_job_which_stays_complete(
     size: int, tmp_path: Path

@@ -1,6 +1,6 @@
 """`stalling.py RANK STAGE FAULT LIMIT`: rank RANK stops (or spins) at a stage of a job's life; others go on and wait.
 
-The stages in their order: start, collective, wire, shutdown, teardown. From when ranks know each other they may wait
+The stages in their order: start, collective, shutdown. From when ranks know each other they may wait
 for LIMIT seconds: how long they take to start is the machine's affair.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
 
 import torch
 
 from hvfreeze.comm.horovod_world import HorovodWorld, open_world
 from hvfreeze.comm.mpi_environment import claimed_rank
-from hvfreeze.comm.point_to_point import open_wire
 from hvfreeze.comm.world import end_job_on_exception
 
 culprit, stage, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -29,20 +27,6 @@ def at(name: str) -> None:
             pass
 
 
-class Last:
-    """Is taken apart with the modules, when all else has been done at the interpreter's exit."""
-
-    def __init__(self) -> None:
-        # Its own, because the modules' names may have gone before.
-        self.stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
-        self.here = (stage, culprit) == ("teardown", claimed_rank(os.environ))
-
-    def __del__(self) -> None:
-        if self.here:
-            self.stop()
-
-
-last = Last()
 at("start")
 world = open_world()
 assert isinstance(world, HorovodWorld)
@@ -50,11 +34,6 @@ end_job_on_exception(world)
 world.watch._limit = float(sys.argv[4])
 shutdown = world._hvd.shutdown
 world._hvd.shutdown = lambda: (at("shutdown"), shutdown())
-wire = open_wire(world, ["activations"])
 at("collective")
 world.allreduce_sum(torch.ones(4), name="loss")
-at("wire")
-wire.put(torch.ones(4), to=(world.rank + 1) % world.size, lane="activations")
-wire.get((4,), source=(world.rank - 1) % world.size, lane="activations")
-wire.close()
 world.close()

@@ -57,6 +57,21 @@ def test_random_draws_are_refused_without_views_and_fixed_with_them(tmp_path: Pa
     cached.close()
 
 
+def test_looking_at_rows_copies_them_and_not_the_data_set_that_they_lie_in(tmp_path: Path) -> None:
+    held: list[int] = []
+
+    def collate(batch: list[Any]) -> Any:
+        held.extend(image.untyped_storage().nbytes() // (image.numel() * image.element_size()) for image, _ in batch)
+        return default_collate(batch)
+
+    loader = DataLoader(
+        TensorDataset(torch.rand(SAMPLES, 3, 8, 8), torch.arange(SAMPLES) % 3), ROWS, collate_fn=collate
+    )
+    hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path).close()
+    # The rows themselves lie in the data set; most that are collated are copies.
+    assert set(held) == {1, SAMPLES} and held.count(1) > held.count(SAMPLES)
+
+
 def mean_of_neighbours(batch: list[Any]) -> Any:
     x, y = default_collate(batch)
     return (x + x.roll(1, 0)) / 2, y

@@ -23,7 +23,7 @@ INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 OWN, STANDING, SINGLE = range(3)
 CORES_OF_A_JOB = 4
 LATER = 10
-"""Niceness of tests without ranks. At 5, ranks take half as long again; at 19, these tests starve beside other work."""
+"""Niceness of tests without ranks. At 5, ranks take 1.8 times as long; at 19, these tests starve beside other work."""
 PARALLEL = Path(__file__).with_name("parallel")
 
 

@@ -19,8 +19,6 @@ from tests.parallel.nodes import WAIT_SECONDS, Nodes, attempts, launch, scratch,
 CLUSTER = str(ROOT / "launch/cluster")
 HOROVODRUN = str(ROOT / "launch/horovodrun.sh")
 MPIRUN = str(ROOT / "launch/mpirun.sh")
-KNOWN_NETWORK = ("--network-interfaces", "eth0")
-"""For horovodrun, which otherwise takes seconds to find the network between nodes."""
 WORKERS = Path(__file__).with_name("workers")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -50,7 +48,7 @@ def interfaces() -> str:
 @pytest.mark.fault
 @pytest.mark.seldom
 def test_a_job_whose_rank_was_killed_is_restarted_and_ends(nodes: Nodes, folder: Path) -> None:
-    job = ["horovodrun", *KNOWN_NETWORK, "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
+    job = ["horovodrun", "-np", "2", "-H", ",".join(nodes.hosts.split(",")[:2])]
     options = ["--train-samples", "64", "--epochs", "6"]
     restart = [str(ROOT / "launch/restart"), "--backoff", "0", "--"]
     variables = {"OMP_NUM_THREADS": "1", "HVFREEZE_CORES": "1"}
@@ -155,7 +153,7 @@ def test_a_preempted_job_behind_horovodruns_shell_gets_the_signal_and_no_secret_
 
 @pytest.mark.seldom
 def test_a_job_ends_with_the_command_that_started_it(nodes: Nodes, folder: Path) -> None:
-    job = nodes.start("horovodrun", *KNOWN_NETWORK, "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
+    job = nodes.start("horovodrun", "-np", "2", "bash", "-c", f"touch {folder}/$(hostname); sleep 1000")
     wait_until(lambda: len(list(folder.iterdir())) == 2, what="two ranks")
     job.kill()
     job.communicate(timeout=WAIT_SECONDS)

@@ -1,7 +1,7 @@
 """`stalling.py RANK STAGE FAULT LIMIT`: rank RANK stops (or spins) at a stage of a job's life; others go on and wait.
 
-The stages in their order: start, collective, shutdown. From when ranks know each other they may wait
-for LIMIT seconds: how long they take to start is the machine's affair.
+The stages in their order: start, collective, shutdown. From when ranks know each other they may wait for LIMIT seconds:
+how long they take to start is the machine's affair.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def ranks_stand_for_those_that_use_them(request: pytest.FixtureRequest) -> None:
-    """Ends the job that stands before a test that starts ranks of its own."""
-    if PARALLEL in request.path.parents and "standing" not in request.keywords:
+    """Ends the job that stands before a test that starts ranks of its own or needs none: ranks that wait take time."""
+    if "standing" not in request.keywords:
         standing.end()
 
 

@@ -159,6 +159,12 @@ TASKS |= {
         flags=RESNET,
         folder="rare-classes",
     ),
+    "rare-classes-weighted": Task(
+        words="CIFAR-10, 1,500 to 15 images per class, --class-weights balanced",
+        images=3_727,
+        flags={**RESNET, "class_weights": "balanced"},
+        folder="rare-classes",
+    ),
 }
 """Tasks by name, which is the folder of their data unless they share another task's."""
 SMOKE_TASK = "digits"

@@ -64,8 +64,6 @@ class Task(ABC):
     """Default of `metric`."""
     nouns: ClassVar[tuple[str, str]]
     """Noun for one output, and for several."""
-    is_biased: ClassVar[bool] = True
-    """Whether the calibration of a fitted head has a bias."""
 
     @abstractmethod
     def kept(self, logits: Tensor) -> Tensor:
@@ -222,6 +220,9 @@ def doubt(samples: int) -> float:
 SCALES = tuple(10 ** (part / 20) for part in range(-20, 41))
 """Scales from 0.1 to 100 in steps of 12 %, which change a loss near its minimum by less than 1 %."""
 
+PARTS = tuple(part / 10 for part in range(11))
+"""Candidate parts of the logarithms of class weights in the bias of a fitted head."""
+
 
 @dataclass
 class Reweighting:
@@ -243,7 +244,6 @@ class Classes(Task):
     reweighting: Reweighting = field(default_factory=Reweighting, compare=False)
     kind: ClassVar[str] = "classes"
     nouns: ClassVar[tuple[str, str]] = ("class", "classes")
-    is_biased: ClassVar[bool] = False
 
     def kept(self, logits: Tensor) -> Tensor:
         """Return the most probable classes, or the logits if metrics need scores."""
@@ -315,17 +315,27 @@ class Classes(Task):
         return functional.one_hot(labels, self.outputs).double() - 1 / self.outputs
 
     def calibrate(self, answers: Tensor, labels: Tensor, weights: Tensor, *, samples: int) -> Calibration:
-        """Return the calibration with the scale of `SCALES` that has the least cross-entropy, without bias."""
+        """Return the scale of `SCALES` and, with class weights, the bias with the least cross-entropy.
+
+        The best logits for weighted classes are those for equal weights plus the logarithms of the weights (Menon et
+        al., ICLR 2021, arXiv 2007.07314). A fit with weighted rows already includes a part of them: the bias has
+        another part, one of `PARTS`.
+        """
+        logarithms = torch.tensor(self.weights or [1.0] * self.outputs, dtype=torch.float64).log()
 
         @cache
-        def loss(place: int) -> float:
-            return self.smoothed_loss(SCALES[place] * answers, labels, weights, samples=samples)
+        def loss(place: int, part: float) -> float:
+            logits = SCALES[place] * answers + part * logarithms
+            return self.smoothed_loss(logits, labels, weights, samples=samples)
 
-        # The cross-entropy is convex in the scale: it falls up to the best one and then rises.
-        best = bisect_left(range(len(SCALES) - 1), True, key=lambda place: loss(place) <= loss(place + 1))
-        return Calibration(
-            torch.full((self.outputs,), SCALES[best], dtype=torch.float64), torch.zeros(self.outputs).double()
-        )
+        def scaled(part: float) -> tuple[float, int]:
+            # The cross-entropy is convex in the scale: it falls up to the best one and then rises.
+            places = range(len(SCALES) - 1)
+            best = bisect_left(places, True, key=lambda place: loss(place, part) <= loss(place + 1, part))
+            return loss(best, part), best
+
+        (_, place), part = min((scaled(part), part) for part in (PARTS if self.weights else (0.0,)))
+        return Calibration(torch.full((self.outputs,), SCALES[place], dtype=torch.float64), part * logarithms)
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropies."""

@@ -54,18 +54,20 @@ SAMPLED = 8
 
 
 class KernelHead(nn.Module):
-    """A kernel head from features, (B, D), to logits, (B, C): the sum over centres z of weight exp(-|P x + p - z|^2).
+    """A kernel head from features, (B, D), to logits, (B, C).
+
+    The logits are bias + the sum over centres z of weight exp(-|P x + p - z|^2).
 
     `projection` P is (K, D), K = min(D, `MOST_COMPONENTS`), with standardisation and bandwidth folded in; `shift` p is
-    (K,), `centres` (N, K), training rows of all ranks, all or some, and `weight` (C, N); all float32.
+    (K,), `centres` (N, K), training rows of all ranks, all or some, `weight` (C, N) and `bias` (C,); all float32.
     """
 
     projection: Tensor
     shift: Tensor
     centres: Tensor
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        """Take D and C, and whether logits have a bias, (C,). Before the fit all logits are 0."""
+    def __init__(self, in_features: int, out_features: int) -> None:
+        """Take D and C. Before the fit all logits are 0."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         width = min(in_features, MOST_COMPONENTS)
@@ -73,7 +75,7 @@ class KernelHead(nn.Module):
         self.register_buffer("shift", torch.zeros(width))
         self.register_buffer("centres", torch.zeros(0, width))
         self.weight = nn.Parameter(torch.zeros(out_features, 0))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(out_features))
 
     def hold(self, rows: int) -> None:
         """Allocate `rows` centres."""
@@ -91,6 +93,8 @@ class KernelHead(nn.Module):
         centres = state_dict.get(f"{prefix}centres")
         if isinstance(centres, Tensor) and len(centres) != len(self.centres):
             self.hold(len(centres))
+        # Models of version 0.1.0 for classes have no bias.
+        state_dict.setdefault(f"{prefix}bias", torch.zeros(self.out_features))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -40,13 +40,11 @@ class MultiLevelClassifier(nn.Module):
         kernel: bool = False,
         reads_mirrored: bool = False,
         tokens: str = "mean",
-        biased: bool = False,
     ) -> None:
         """Take a chain, whose model becomes part of this module; `example`, (B, ...), determines the number of
         features.
 
-        With `reads_mirrored`, features are averaged over horizontal flips. For `tokens` see `every_block`. With
-        `biased`, a kernel head adds a bias to each logit.
+        With `reads_mirrored`, features are averaged over horizontal flips. For `tokens` see `every_block`.
         """
         super().__init__()
         self.body = chain.model
@@ -55,7 +53,7 @@ class MultiLevelClassifier(nn.Module):
         self._features = MeanWithMirrorImage(read) if reads_mirrored else read
         self._body_chain = chain
         width = self._width(example)
-        self.head = KernelHead(width, classes, bias=biased) if kernel else nn.Linear(width, classes)
+        self.head = KernelHead(width, classes) if kernel else nn.Linear(width, classes)
         with torch.no_grad():
             # Zeros instead of random weights: before the fit all logits are equal.
             for parameter in self.head.parameters():
@@ -104,12 +102,11 @@ def solvable_chain(
     classes: int,
     example: Tensor,
     reads_mirrored: bool = False,
-    biased: bool = False,
 ) -> Chain:
     """Return the chain of two blocks, features and head, whose head is to be fitted.
 
     The model is unchanged and becomes part of the result; `example`, (B, C, H, W), gives the shape alone. For
-    `reads_mirrored` and `biased` see `MultiLevelClassifier`.
+    `reads_mirrored` see `MultiLevelClassifier`.
 
     Raises:
         UsageError: the model has no such head.
@@ -122,7 +119,6 @@ def solvable_chain(
             example=example,
             kernel=settings.head_fit == "kernel",
             reads_mirrored=reads_mirrored,
-            biased=biased,
             tokens=settings.token_form,
         ).chain()
     steps, layer = before_last_layer(chain)
@@ -154,9 +150,7 @@ def take(layer: SolvableHead, fit: HeadFit | KernelFit) -> None:
         layer.centres, layer.weight.data = fit.centres, fit.weight
         layer.projection.copy_(fit.projection)
         layer.shift.copy_(fit.shift)
-        assert layer.bias is not None or not fit.bias.any(), "a head without bias cannot take a fit with one"
-        if layer.bias is not None:
-            layer.bias.copy_(fit.bias)
+        layer.bias.copy_(fit.bias)
         return
     for name, tensor in layer.state_dict().items():
         tensor.copy_(getattr(fit, name))

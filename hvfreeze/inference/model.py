@@ -125,7 +125,6 @@ def build(card: Card, path: Path) -> tuple[nn.Module, EarlyExits | None]:
                 example=example,
                 kernel=kernel,
                 reads_mirrored=card.reads_mirrored,
-                biased=card.answers.is_biased,
                 tokens=card.tokens,
             )
             return classifier, None

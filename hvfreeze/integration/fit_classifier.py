@@ -107,7 +107,6 @@ def fit_classifier(
                             example=example,
                             kernel=True,
                             tokens=tokens,
-                            biased=TASKS[task].is_biased,
                         )
                     )
                 views = (images, images.flip(3)) if flips else (images,)
@@ -121,7 +120,7 @@ def fit_classifier(
     features, labels = raise_on_all_ranks(world, see, name="head.features")
     classifier = found[0]
     answers = TASKS[task](classifier.head.out_features)
-    rows = weighted_rows(features, labels, class_weights, sample_weight, answers, world)
+    answers, rows = weighted_rows(features, labels, class_weights, sample_weight, answers, world)
     del features
     fit = fit_kernel(
         rows,

@@ -10,6 +10,7 @@ same on all of them afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def fit_head(
     whole = getattr(model, "module", model)
     layer, features, labels = raise_on_all_ranks(world, lambda: see(whole, loader, task, split), name="head.features")
     answers = TASKS[task](layer.out_features)
-    rows = weighted_rows(features[:, None], labels, class_weights, sample_weight, answers, world)
+    answers, rows = weighted_rows(features[:, None], labels, class_weights, sample_weight, answers, world)
     fit = fit_linear(rows, task=answers, world=world, penalties=PENALTIES if penalty is None else [penalty])
     assert fit is not None, "no rank stops it"
     take(layer, fit)
@@ -144,27 +145,29 @@ def weighted_rows(
     by_sample: Tensor | Sequence[float] | None,
     task: Task,
     world: World,
-) -> RowsInMemory:
-    """Return the rows of this rank's samples with a weight above 0, every tenth sample held out. Collective.
+) -> tuple[Task, RowsInMemory]:
+    """Return the task with class weights, and the rows of this rank's samples with a weight above 0. Collective.
 
-    `features` are (N, V, D), for each view of a sample. Weights are those of the class times those of the sample.
+    Every tenth sample is held out. `features` are (N, V, D), for each view of a sample. Weights are those of the class
+    times those of the sample.
     """
     weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
     kept = weights > 0
     if not bool(kept.all()):
         features, labels, weights = features[kept], labels[kept], weights[kept]
     if by_class is not None:
-        weights = weights * weights_of_classes(labels, weights, by_class, task, world)
+        task = with_class_weights(task, labels, weights, by_class, world)
+        weights = weights * torch.tensor(task.weights)[labels]
     samples, views = torch.arange(len(labels)), features.shape[1]
     held_out = samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     columns = (labels, held_out, samples * world.size + world.rank, weights)
-    return RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
+    return task, RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
 
 
-def weights_of_classes(
-    labels: Tensor, weights: Tensor, by_class: str | Sequence[float], task: Task, world: World
-) -> Tensor:
-    """Return each sample's weight by its class, (N,) float32, where `weights` are those of the samples. Collective."""
+def with_class_weights(
+    task: Task, labels: Tensor, weights: Tensor, by_class: str | Sequence[float], world: World
+) -> Classes:
+    """Return the task with the weights of its classes; `weights`, (N,), are those of the samples. Collective."""
     if not isinstance(task, Classes):
         raise UsageError("class_weights is of task='classes' alone").on_all_ranks()
     if isinstance(by_class, str):
@@ -172,13 +175,13 @@ def weights_of_classes(
             raise UsageError(f"class_weights ({by_class}) must be balanced, or a number for each class").on_all_ranks()
         mine = torch.bincount(labels, weights.double(), minlength=task.outputs)
         counts = world.allreduce_sum(mine, name="head.classes")
-        return torch.tensor(class_weights(counts, by_class))[labels]
+        return replace(task, weights=class_weights(counts, by_class))
     given = torch.tensor(list(by_class), dtype=torch.float32)
     if len(given) != task.outputs or not bool((given > 0).all()) or not bool(given.isfinite().all()):
         raise UsageError(
             f"class_weights ({by_class}) must be {task.outputs} numbers above 0, one for each output of the last layer"
         ).on_all_ranks()
-    return given[labels]
+    return replace(task, weights=tuple(given.tolist()))
 
 
 def checked_weights(given: Tensor | Sequence[float] | None, samples: int) -> Tensor:

@@ -144,7 +144,6 @@ class Factory:
             classes=self.blueprint.classes,
             example=torch.zeros(2, *self.blueprint.image_shape),
             reads_mirrored=self.reads_mirrored(settings),
-            biased=self.context.corpus.task.is_biased,
         )
 
     def feed(self, part: Part) -> TrainFeed:

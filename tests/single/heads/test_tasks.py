@@ -82,7 +82,7 @@ def test_numbers_are_fitted_as_by_kernel_ridge_with_sample_weights(
     features, _, weights = table()
     labels = numbers_of(features)
     fit = kernel(Numbers(2), labels, weights=weights, penalties=[0.1], tolerance=1e-7, centres=centres)
-    head = KernelHead(12, 2, bias=True)
+    head = KernelHead(12, 2)
     take(head, fit)
     said = head(features).detach()
     torch.testing.assert_close(fit.answers, said, atol=1e-2, rtol=1e-3)
@@ -142,7 +142,7 @@ def test_labels_of_a_kernel_head_are_calibrated_one_by_one(few: int, monkeypatch
     assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.8
     frequent = labels.mean(0)
     assert fit.chosen.held_out_loss < 3 * float(functional.binary_cross_entropy(frequent.expand_as(labels), labels))
-    head = KernelHead(12, 3, bias=True)
+    head = KernelHead(12, 3)
     take(head, fit)
     chances = head(features).detach().sigmoid()
     torch.testing.assert_close(chances.mean(0), frequent, atol=0.1, rtol=0)
@@ -173,7 +173,7 @@ def test_a_weight_is_the_number_of_times_that_a_row_is_there(
     ):
         found = fit(rows, **asked)
         if isinstance(found, KernelFit):
-            head = KernelHead(12, task.outputs, bias=True)
+            head = KernelHead(12, task.outputs)
             take(head, found)
             said = head(features).detach()
             # Of more rows, a subset calibrates, which is another one here.
@@ -199,3 +199,47 @@ def test_class_weights_move_answers_to_rare_classes() -> None:
         float(((features @ fit.weight.t() + fit.bias).argmax(1) == 1)[labels == 1].float().mean()) for fit in logistic
     ]
     assert recalls[1] > recalls[0] + 0.2, recalls
+
+
+def test_class_weights_shift_a_calibrated_head_towards_rare_classes() -> None:
+    """Logits for 19 of 20 rows in one class become those for balanced classes: plus the logarithms of the weights."""
+    labels = (torch.arange(2_000) % 20 == 0).long()
+    place = labels + torch.randn(2_000, generator=torch.Generator().manual_seed(2))
+    logits = functional.pad((place - 0.5 + np.log(1 / 19))[:, None], (1, 0)).double()
+    weights = (10 / 19, 10.0)
+    found = Classes(2, weights=weights).calibrate(
+        logits / 2, labels, torch.tensor(weights)[labels], samples=len(labels)
+    )
+    assert found.scale.tolist() == pytest.approx([2, 2], rel=0.3)
+    assert float(found.bias[1] - found.bias[0]) == pytest.approx(np.log(19), rel=0.2)
+    chosen = found.apply(logits / 2).argmax(1)
+    recalls = [float((chosen[labels == label] == label).double().mean()) for label in (0, 1)]
+    assert min(recalls) > 0.6
+    unweighted = Classes(2).calibrate(logits / 2, labels, torch.ones(2_000), samples=len(labels))
+    assert not unweighted.bias.any()
+    assert float((unweighted.apply(logits / 2).argmax(1)[labels == 1] == 1).double().mean()) < 0.2
+
+
+def test_a_kernel_head_has_the_bias_of_class_weights() -> None:
+    features, _, _ = table()
+    labels = (features[:, 0] + features[:, 1] ** 2 > 3.5).long()
+    shares = torch.bincount(labels).double() / ROWS
+    assert float(shares[1]) < 0.2
+    task = Classes(2, weights=tuple((0.5 / shares).tolist()))
+    fit = kernel(task, labels, weights=task.weights_of(labels, torch.arange(ROWS)))
+    head = KernelHead(12, 2)
+    take(head, fit)
+    torch.testing.assert_close(head(features).detach(), fit.answers, atol=1e-4, rtol=1e-4)
+    logarithms = torch.tensor(task.weights).log()
+    part = (fit.bias / logarithms).tolist()
+    assert part == pytest.approx([part[0]] * 2)
+    assert 0 <= part[0] <= 1
+
+
+def test_a_kernel_head_of_version_0_1_0_has_no_bias() -> None:
+    head = KernelHead(12, 3)
+    torch.nn.init.ones_(head.bias)
+    state = head.state_dict()
+    del state["bias"]
+    head.load_state_dict(state)
+    assert not head.bias.any()

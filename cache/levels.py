@@ -154,8 +154,9 @@ class Levels:
     def close(self) -> None:
         """Publish the rows of the current cut, and remove those of older ones; CacheFault if that fails."""
         self._drop_sources()
-        if self.current is not None:
-            self.current.close()
+        store, self.current = self.current, None
+        if store is not None:
+            store.close()
 
     def _all(self) -> tuple[Store, ...]:
         """Return all stores, shallowest first."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,19 @@ def test_what_is_cached_already_is_read_in_the_last_epoch_and_without_any_budget
     assert again["cache"]["rows_read"] == 64 and again["cache"]["rows_written"] == 0
     assert again["cache"]["exact"] is True and again["parameter_digest"] == on["parameter_digest"]
     assert again["cache"]["seconds_saved_predicted"] > 0
+
+
+def test_no_file_of_a_cache_stays_open_after_the_run(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        train(tmp_path / "run", *RESNET, *("--freeze", "static", "--cut", "3", "--epochs", "2", "--cache", "on"))
+        opened = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    finally:
+        gc.enable()
+    assert [name for name in opened if name.startswith(str(tmp_path))] == []
 
 
 def test_a_run_that_could_read_no_row_measures_no_disk_and_says_why(

@@ -93,8 +93,6 @@ class KernelHead(nn.Module):
         centres = state_dict.get(f"{prefix}centres")
         if isinstance(centres, Tensor) and len(centres) != len(self.centres):
             self.hold(len(centres))
-        # Models of version 0.1.0 for classes have no bias.
-        state_dict.setdefault(f"{prefix}bias", torch.zeros(self.out_features))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

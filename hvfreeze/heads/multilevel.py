@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -83,11 +81,16 @@ class MultiLevelClassifier(nn.Module):
         buffers = tuple(f"head.{name}" for name, _ in self.head.named_buffers())
         return Chain(self, (features, Block("head", (self.head,), (self.head,), parameters, buffers)))
 
-    def make_room(self, state: Mapping[str, Tensor]) -> None:
-        """Allocate the centres of a `KernelHead` for `state`, a state_dict of such a classifier."""
+    def make_room(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Allocate the centres of a `KernelHead` for `state`, a state_dict of such a classifier; return the state.
+
+        A kernel head for classes of version 0.1.0 had no bias: it gets one of zeros.
+        """
         centres = state.get("head.centres")
-        if isinstance(self.head, KernelHead) and centres is not None and centres.dim() == 2:
-            self.head.hold(len(centres))
+        if not isinstance(self.head, KernelHead) or centres is None or centres.dim() != 2:
+            return state
+        self.head.hold(len(centres))
+        return {"head.bias": torch.zeros(self.head.out_features), **state}
 
     @torch.no_grad()
     def _width(self, example: Tensor) -> int:

@@ -86,7 +86,7 @@ def load_files(files: ModelFiles) -> Applied:
     state = read_weights(str(weights))
     model, exits = build(card, about)
     if isinstance(model, MultiLevelClassifier):
-        model.make_room(state)
+        state = model.make_room(state)
     own = model.state_dict()
     odd = [name for name in {**own, **state} if name not in own or name not in state]
     odd += [name for name in own if name in state and own[name].shape != state[name].shape]

@@ -234,12 +234,3 @@ def test_a_kernel_head_has_the_bias_of_class_weights() -> None:
     part = (fit.bias / logarithms).tolist()
     assert part == pytest.approx([part[0]] * 2)
     assert 0 <= part[0] <= 1
-
-
-def test_a_kernel_head_of_version_0_1_0_has_no_bias() -> None:
-    head = KernelHead(12, 3)
-    torch.nn.init.ones_(head.bias)
-    state = head.state_dict()
-    del state["bias"]
-    head.load_state_dict(state)
-    assert not head.bias.any()

@@ -204,3 +204,16 @@ def test_a_run_whose_head_was_solved_is_applied_like_any_other(tmp_path: Path, h
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     found = measure(Answering(applied), own_samples(applied, tmp_path))
     assert found.loss == pytest.approx(last["test_loss"], rel=1e-12) and found.accuracy == last["test_accuracy"]
+
+
+def test_a_kernel_head_of_version_0_1_0_had_no_bias(tmp_path: Path) -> None:
+    flags = "--model resnet20 --image-size 8 --train-samples 80 --validation-fraction 0.2 --threads 1 --augment none"
+    trained = call("train", *flags.split(), *"--head multi-level --head-fit kernel --run-dir".split(), str(tmp_path))
+    assert trained.returncode == 0, str(trained)
+    whole, images = torch.load(tmp_path / "model.pt", weights_only=True), torch.rand(4, 3, 8, 8)
+    logits = hvfreeze.load_model(tmp_path).logits(images)
+    assert not whole.pop("head.bias").any()
+    torch.save(whole, tmp_path / "model.pt")
+    sha256 = hashlib.sha256((tmp_path / "model.pt").read_bytes()).hexdigest()
+    rewritten(tmp_path, lambda card: card.update(sha256=sha256))
+    assert torch.equal(hvfreeze.load_model(tmp_path).logits(images), logits)

@@ -35,7 +35,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOB
 test: check ## the checks, every test of one process, one test with ranks for each guarantee: 9 minutes on two cores
 	$(PYTEST) tests/parallel tests/single $(ARGS)
 
-test-all: check ## the same, and all other tests: 18 minutes on two cores
+test-all: check ## the same, and all other tests: 20 minutes on two cores
 	$(PYTEST) -m "not torture" tests/parallel tests/single $(ARGS)
 
 check: setup ## formatting, lint and types

@@ -157,7 +157,7 @@ def weighted_rows(
         features, labels, weights = features[kept], labels[kept], weights[kept]
     if by_class is not None:
         task = with_class_weights(task, labels, weights, by_class, world)
-        weights = weights * torch.tensor(task.weights)[labels]
+        weights = weights * task.class_weights_of(labels, training=False)
     samples, views = torch.arange(len(labels)), features.shape[1]
     held_out = samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     columns = (labels, held_out, samples * world.size + world.rank, weights)

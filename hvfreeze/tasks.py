@@ -321,7 +321,9 @@ class Classes(Task):
         al., ICLR 2021, arXiv 2007.07314). A fit with weighted rows already includes a part of them: the bias has
         another part, one of `PARTS`.
         """
-        logarithms = torch.tensor(self.weights or [1.0] * self.outputs, dtype=torch.float64).log()
+        class_weights = torch.tensor(self.weights or [1.0] * self.outputs, dtype=torch.float64)
+        # A weight may underflow to 0.
+        logarithms = class_weights.clamp(min=torch.finfo(torch.float32).tiny).log()
 
         @cache
         def loss(place: int, part: float) -> float:

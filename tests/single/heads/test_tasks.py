@@ -215,6 +215,8 @@ def test_class_weights_shift_a_calibrated_head_towards_rare_classes() -> None:
     chosen = found.apply(logits / 2).argmax(1)
     recalls = [float((chosen[labels == label] == label).double().mean()) for label in (0, 1)]
     assert min(recalls) > 0.6
+    underflowed = Classes(2, weights=(1.0, 0.0)).calibrate(logits, labels, (labels == 0).float(), samples=len(labels))
+    assert underflowed.bias.isfinite().all()
     unweighted = Classes(2).calibrate(logits / 2, labels, torch.ones(2_000), samples=len(labels))
     assert not unweighted.bias.any()
     assert float((unweighted.apply(logits / 2).argmax(1)[labels == 1] == 1).double().mean()) < 0.2

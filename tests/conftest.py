@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background jobs with SIGINT ignored, and so would be every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules stay until the end: looking through them for garbage would take a third of the time to import them.
+gc.disable()
 
 INITIALISE_MPI = ("mpi4py.MPI", "horovod.torch")
 OWN, STANDING, SINGLE = range(3)
@@ -40,6 +44,11 @@ def _place(item: pytest.Item) -> tuple[int, int, str]:
     if "standing" in item.keywords:
         return STANDING, given["size"], given.get("start", "")
     return OWN, 0, ""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

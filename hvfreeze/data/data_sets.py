@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -295,6 +296,7 @@ def open_data(
     return _open_folders(name, root, image_size, folders, reading)
 
 
+@lru_cache(maxsize=1)
 def _open_digits(image_size: int | None) -> DataSplits:
     images, targets = digits_table()
     grey = np.round(images * (255 / 16)).astype(np.uint8).repeat(4, axis=1).repeat(4, axis=2)

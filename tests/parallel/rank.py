@@ -26,11 +26,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
+from hvfreeze.torch_imports import kept_for_good
 
-from hvfreeze.comm.horovod_world import open_world
-from hvfreeze.comm.world import World, end_job_on_exception
-from hvfreeze.freezing.criteria import CRITERIA
+with kept_for_good():
+    import torch
+
+    from hvfreeze.comm.horovod_world import open_world
+    from hvfreeze.comm.world import World, end_job_on_exception
+    from hvfreeze.freezing.criteria import CRITERIA
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 

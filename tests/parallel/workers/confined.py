@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from hvfreeze.__main__ import main
-from tests.parallel.mpirun import report
-from tests.parallel.workers.checking import let_models_be_small
+from hvfreeze.torch_imports import kept_for_good
+
+with kept_for_good():
+    from hvfreeze.__main__ import main
+    from tests.parallel.mpirun import report
+    from tests.parallel.workers.checking import let_models_be_small
 
 if __name__ == "__main__":
     let_models_be_small()

@@ -16,23 +16,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from hvfreeze.torch_imports import kept_for_good
 
-import hvfreeze.training.build
-import hvfreeze.training.run
-from hvfreeze import optim
-from hvfreeze.__main__ import main
-from hvfreeze.comm import horovod_world
-from hvfreeze.comm.mpi_environment import claimed_rank
-from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config
-from hvfreeze.data.batches import Batch
-from hvfreeze.strategies.data_parallel import DataParallel
-from hvfreeze.training import loop
-from hvfreeze.training.build import prepare
-from hvfreeze.training.job import Job
-from tests.parallel.workers.checking import let_models_be_small
-from tests.parallel.workers.program import run
+with kept_for_good():
+    import torch
+
+    import hvfreeze.training.build
+    import hvfreeze.training.run
+    from hvfreeze import optim
+    from hvfreeze.__main__ import main
+    from hvfreeze.comm import horovod_world
+    from hvfreeze.comm.mpi_environment import claimed_rank
+    from hvfreeze.comm.world import World
+    from hvfreeze.config.tree import Config
+    from hvfreeze.data.batches import Batch
+    from hvfreeze.strategies.data_parallel import DataParallel
+    from hvfreeze.training import loop
+    from hvfreeze.training.build import prepare
+    from hvfreeze.training.job import Job
+    from tests.parallel.workers.checking import let_models_be_small
+    from tests.parallel.workers.program import run
 
 __all__ = ["run"]
 LIMIT = 2.0

@@ -9,10 +9,13 @@ import sys
 import threading
 from typing import Any
 
-from hvfreeze.__main__ import program
-from hvfreeze.comm import horovod_world
-from hvfreeze.comm.mpi_environment import claimed_rank
-from tests.parallel.workers.checking import let_models_be_small
+from hvfreeze.torch_imports import kept_for_good
+
+with kept_for_good():
+    from hvfreeze.__main__ import program
+    from hvfreeze.comm import horovod_world
+    from hvfreeze.comm.mpi_environment import claimed_rank
+    from tests.parallel.workers.checking import let_models_be_small
 
 culprit, stage = int(sys.argv[1]), sys.argv[2]
 start_mpi = horovod_world.start_mpi

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from hvfreeze.torch_imports import kept_for_good
 
-from hvfreeze.comm.replica_sync import check_replicas
-from tests.parallel.workers.own_scripts import run_image
+with kept_for_good():
+    import torch
+
+    from hvfreeze.comm.replica_sync import check_replicas
+    from tests.parallel.workers.own_scripts import run_image
 
 
 def main() -> None:

@@ -7,13 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
+from hvfreeze.torch_imports import kept_for_good
 
-from hvfreeze.comm.horovod_world import open_world
-from hvfreeze.comm.reducer import Reducer
-from hvfreeze.comm.world import World
-from tests.messages import messages_of
+with kept_for_good():
+    import torch
+    from torch import nn
+
+    from hvfreeze.comm.horovod_world import open_world
+    from hvfreeze.comm.reducer import Reducer
+    from hvfreeze.comm.world import World
+    from tests.messages import messages_of
 
 COMPRESSIONS = ("none", "fp16", "powersgd:8")
 STEPS = 4

@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 
-import torch
+from hvfreeze.torch_imports import kept_for_good
 
-from hvfreeze.comm.horovod_world import HorovodWorld, open_world
-from hvfreeze.comm.mpi_environment import claimed_rank
-from hvfreeze.comm.world import end_job_on_exception
+with kept_for_good():
+    import torch
+
+    from hvfreeze.comm.horovod_world import HorovodWorld, open_world
+    from hvfreeze.comm.mpi_environment import claimed_rank
+    from hvfreeze.comm.world import end_job_on_exception
 
 culprit, stage, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 

@@ -157,6 +157,11 @@ class Job:
         return self.opened.first_step + self.opened.steps
 
     @property
+    def place(self) -> str:
+        """Where the run is, as messages put it."""
+        return f"after step {self.step} of {self.total_steps}" if self.step else "before the first step"
+
+    @property
     def at_epoch_end(self) -> bool:
         """Whether the last step ended an epoch."""
         return self.part_step % self.steps_per_epoch == 0 or self.part_step == self.opened.steps

@@ -223,7 +223,7 @@ def leave(job: Job) -> None:
     with job.clock.within("checkpoint"):
         save(job, settled=settled)
         finish_saving(job)
-    raise Preempted(f"stopped after step {job.step} of {job.total_steps}{job.asked_by and f' by {job.asked_by}'}")
+    raise Preempted(f"stopped {job.place}{job.asked_by and f' by {job.asked_by}'}")
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def logging_its_end(job: Job) -> Iterator[None]:
         job.record.log(f"error: {error}")
         raise
     except KeyboardInterrupt:
-        message = f"after step {job.step} of {job.total_steps}; {resume_advice(job)}"
+        message = f"{job.place}; {resume_advice(job)}"
         job.record.log(f"interrupted {message}")
         raise KeyboardInterrupt(message) from None
     finally:

@@ -260,6 +260,14 @@ def test_who_stops_a_run_is_told_how_it_goes_on(
     assert told_to_continue(tmp_path / "run", outcome.stderr, begins, by), str(outcome)
 
 
+def test_who_interrupts_a_run_before_its_first_step_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "train_step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    outcome = call("train", *ENDLESS, str(tmp_path / "run"))
+    assert outcome.returncode == 130
+    told = "hvfreeze: interrupted before the first step; no checkpoint yet, start again with: "
+    assert outcome.stderr.splitlines()[-1].startswith(told), str(outcome)
+
+
 OWN_MODEL = """
 import torch
 from torch import nn

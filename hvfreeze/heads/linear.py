@@ -80,37 +80,40 @@ class Point:
 
 
 class RowTerms(NamedTuple):
-    """The terms of rows in the loss, its derivatives and the score, (B,) each except `residuals`."""
+    """The terms of rows in the loss and its derivatives, (B,) each except `residuals`."""
 
     losses: Tensor
     residuals: Tensor
     """Derivatives by the outputs, (C, B)."""
     bends: Tensor
     """Second derivatives by the outputs, summed over outputs."""
-    unsure: Tensor
-    """Mean loss over all possible labels."""
-    scores: Tensor
 
 
 def terms_of(task: Task, answers: Tensor, labels: Tensor) -> RowTerms:
     """Return the terms of rows for outputs, (C, B) float32: classes first, which is 2x faster for few of them."""
     if isinstance(task, Classes):
         logs, places = answers.log_softmax(0), torch.arange(len(labels))
-        losses, unsure = -logs[labels, places], -logs.mean(0)
-        right = (answers.argmax(0) == labels).float()
+        losses = -logs[labels, places]
         chances = logs.exp_()
         bends = (chances - chances.square()).sum(0)
         chances[labels, places] -= 1
-        return RowTerms(losses, chances, bends, unsure, right)
+        return RowTerms(losses, chances, bends)
     if isinstance(task, MultiLabel):
         truth, chances = labels.t().float(), answers.sigmoid()
         losses = functional.binary_cross_entropy_with_logits(answers, truth, reduction="none").sum(0)
-        bends = (chances * (1 - chances)).sum(0)
-        right = ((answers > 0) == (truth > 0.5)).float().mean(0)
-        return RowTerms(losses, chances - truth, bends, losses, right)
+        return RowTerms(losses, chances - truth, (chances * (1 - chances)).sum(0))
     errors = answers - task.targets(labels).t().float()
     losses = errors.square().mean(0)
-    return RowTerms(losses, errors * (2 / len(errors)), torch.full_like(losses, 2.0), losses, 1 - losses)
+    return RowTerms(losses, errors * (2 / len(errors)), torch.full_like(losses, 2.0))
+
+
+def judged_by(task: Task, answers: Tensor, labels: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean losses over all possible labels, and the scores of rows, (B,) each; for outputs, (C, B)."""
+    if isinstance(task, Classes):
+        return -answers.log_softmax(0).mean(0), (answers.argmax(0) == labels).float()
+    if isinstance(task, MultiLabel):
+        return losses, ((answers > 0) == (labels.t() > 0.5)).float().mean(0)
+    return losses, 1 - losses
 
 
 class SumsOverRanks(RequestedSums[Subset]):
@@ -152,11 +155,12 @@ class SumsOverRanks(RequestedSums[Subset]):
             # Rows first: this order of the product takes half the time of the other.
             answers = torch.addmm(bias, features, weight.t()).t().contiguous()
             found = terms_of(self._task, answers, info.labels)
-            fitted, judging = info.weights * ~held, info.weights * held
+            fitted = info.weights * ~held
             sums += _sums(found.losses * fitted, fitted, found.bends * fitted)
             if held.any():
-                unsure, scores = found.unsure * judging, found.scores * held
-                judges += _sums(found.losses * judging, unsure, judging, scores, held.float())
+                losses, judging = found.losses[held], info.weights[held]
+                unsure, scores = judged_by(self._task, answers[:, held], info.labels[held], losses)
+                judges += _sums(losses * judging, unsure * judging, judging, scores, torch.ones_like(scores))
             residuals = found.residuals * fitted
             gradient[:, :-1] += residuals @ features
             gradient[:, -1] += residuals.sum(1, dtype=torch.float64)
@@ -269,8 +273,9 @@ PENALTIES = tuple(10 ** (-half / 2) for half in range(17))
 CIFAR-10 lose 0.4 points of accuracy and take 1.5 times the passes."""
 STRONGER = (10.0, 100.0, 1e3, 1e4)
 """Stronger candidates, for features without information about the labels."""
-TOLERANCE = 0.1
-"""Relative error of the coefficients; a tenth of it gives the same accuracies."""
+TOLERANCE = 0.2
+"""Relative error of the coefficients. With 300 to 5,000 images of CIFAR-10, 0.05 changes the accuracy by less than 0.2
+points."""
 FEW_ROWS, FOLDS = 400, 5
 """Number of rows up to which cross-validation chooses the penalty, because a tenth of them is too few; its folds."""
 PATH_TOLERANCE = 1.0

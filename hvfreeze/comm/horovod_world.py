@@ -55,11 +55,13 @@ class HorovodWorld(World):
         tune_open_mpi()
         import horovod.torch as hvd
 
-        with self.watch.waiting("start"), interrupt_ends_job():
+        with interrupt_ends_job():
             # The library that initialises MPI finalises it. It is not Horovod, so that Horovod can end and restart.
             # Horovod is imported first: if that fails, MPI must not be initialised, or its end would wait for others.
-            self.mpi = start_mpi()
-            with imported_beside(beside) if beside else nullcontext():
+            with self.watch.waiting("start"):
+                self.mpi = start_mpi()
+            # A rank that imports does not wait for others.
+            with imported_beside(beside) if beside else nullcontext(), self.watch.waiting("start"):
                 hvd.init()
                 self.hosts: list[str] = self.mpi.COMM_WORLD.allgather(socket.gethostname())
                 self.watch.connect(self.mpi, self.mpi.COMM_WORLD.Dup(), self.hosts)

@@ -69,6 +69,7 @@ def test_an_interrupt_of_one_rank_while_mpi_begins_or_ends_is_the_jobs(
 
 
 @pytest.mark.seldom
-def test_a_world_that_is_not_closed_does_not_disturb_the_exit() -> None:
+def test_a_rank_that_imports_waits_for_nobody_and_a_world_that_is_not_closed_does_not_disturb_the_exit() -> None:
     result = mpirun(2, WORKER.with_name("unclosed.py"), timeout=60)
     assert result.returncode == 0 and result.stderr == "", result
+    assert [rank["imported"] for rank in result.ranks] == [True, True]

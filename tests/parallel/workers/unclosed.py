@@ -1,9 +1,14 @@
-"""A script that never closes its world, and whose exit takes longer than the stall watch sleeps."""
+"""A script that imports while its world opens, never closes it, and exits more slowly than the stall watch looks."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 import time
+from typing import Any
+
+watches: list[Any] = []
+"""Stall watches; see slow_import.py."""
 
 
 @atexit.register
@@ -16,12 +21,18 @@ def end_slowly() -> None:
 
 
 def main() -> None:
-    from hvfreeze.comm.horovod_world import open_world
+    from hvfreeze.comm import horovod_world
     from tests.parallel.mpirun import report
 
-    world = open_world()
+    class Watch(horovod_world.StallWatch):
+        def __init__(self, *arguments: Any) -> None:
+            watches.append(self)
+            super().__init__(*arguments)
+
+    horovod_world.StallWatch = Watch  # type: ignore[misc]
+    world = horovod_world.open_world(beside="tests.parallel.workers.slow_import")
     world.barrier(name="unclosed")
-    report(world.rank)
+    report(world.rank, imported="tests.parallel.workers.slow_import" in sys.modules)
 
 
 if __name__ == "__main__":

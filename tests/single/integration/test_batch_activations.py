@@ -135,7 +135,8 @@ def test_rows_have_the_habits_of_a_tensor(cut: int, tmp_path: Path) -> None:
     whole = cached.suffix(rows)
     assert torch.equal(whole, model(images().inner.tensors[0][:ROWS]))
     moved = rows.to("cpu", non_blocking=True).to(torch.float32).contiguous().clone().detach().data
-    assert torch.equal(cached.suffix(moved.to(memory_format=torch.channels_last)), whole)
+    # A processor may add up in another order where the channels come last.
+    torch.testing.assert_close(cached.suffix(moved.to(memory_format=torch.channels_last)), whole)
     torch.testing.assert_close(cached.suffix(rows[:2]), whole[:2])
     torch.testing.assert_close(cached.suffix(rows[PERMUTED]), whole[PERMUTED])
     torch.testing.assert_close(cached.suffix(rows[torch.tensor([True, False, False, True])]), whole[[0, 3]])

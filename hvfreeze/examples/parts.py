@@ -19,8 +19,8 @@ loader = DataLoader(mine, batch_size=32, shuffle=True, drop_last=True)
 model = torchvision.models.resnet18(num_classes=10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 broadcast_model(model, world)
-# A criterion that freezes within a few epochs; the default one waits until blocks stop improving.
-votes = FreezeConfig(freeze="gradient-norm")
+# Settings that freeze within a few epochs; the default criterion waits until blocks stop improving.
+votes = FreezeConfig(freeze="gradient-norm", eta_max=0.5)
 freezer = freeze_by_vote(model, optimizer, world, steps_per_epoch=len(loader), num_epochs=EPOCHS, settings=votes)
 
 for epoch in range(EPOCHS):

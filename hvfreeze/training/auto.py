@@ -1,8 +1,8 @@
 """hvfreeze auto: fine-tune while that pays for its time, then keep what scores best on held-out samples.
 
-Read `auto` first. The held-out loss of a probe, a small head on the features of all blocks, decides whether to continue
-fine-tuning. The held-out score of the network (its loss, or --metric) decides which model to keep. The unit of work is
-a forward pass of one sample: `run.budget.left()` is the remaining work, `run.budget.work` has the work of each verb.
+Read `auto` first. The held-out loss of a probe, a small head on the features of all blocks, decides whether to start
+and continue fine-tuning; the held-out score of the network (its loss, or --metric), which model to keep. Costs are work
+in forward passes of a sample; `run.budget.left()` is what remains of --epochs or, at measured speed, of --time-budget.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SGD_RATE = 0.05
 BATCHES, MIN_STEPS = (64, 32, 16), 400
 """Batch sizes, and the fewest steps that a size must allow: 600 dot images reach 76, 87 and 92 % with 64, 32 and 16."""
 TRIAL_STEPS, MIN_FALL = 20, 0.05
-"""Steps of the trial, and the fall of the probe's loss that it needs: far tasks -6 to -60 %, near ones +1 to +46 %."""
+"""Steps of the trial, and the least fall of the probe's loss: far tasks 6 to 60 %, near ones none (it rises)."""
 MANY_SAMPLES = 15_000
 """Samples from which a whole round is the trial: on 20,000 of CIFAR-10, 20 steps raise the loss, a round lowers it."""
 FIRST_ROUND_EPOCHS, FIRST_ROUND_STEPS = (3, 4), 100
@@ -70,7 +70,7 @@ def trial(run: Run, plan: Plan) -> tuple[bool, float]:
 
 
 def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
-    """Fine-tune in rounds, each twice as long as the one before; the last one uses all the remaining work.
+    """Fine-tune in rounds, each twice as long as the one before; one that leaves too little for another uses all.
 
     Return the network's held-out score, or None if the first round did not pay. `probed` is the probe's loss before it.
     """
@@ -140,7 +140,7 @@ class Plan:
     trial: Config
     trial_steps: int
     epoch: float
-    """The work of an epoch of full fine-tuning, as --epochs counts it."""
+    """The work of an epoch without frozen blocks, as --epochs counts it: with frozen blocks it makes more steps."""
     first_round: float
     has_room: bool
     settings_for: Callable[..., Config]
@@ -169,7 +169,7 @@ def plan_run(run: Run) -> Plan:
 
     def settings_for(work: float, *, warms_up: bool = True) -> Config:
         batch = batch_for(lambda size: work / costs.step(size))
-        rate = batch / BATCHES[0] if sgd and batch > BATCHES[0] else 1.0
+        rate = max(1.0, batch / BATCHES[0]) if sgd else 1.0
         return for_round(fine_tuning, batch, rate=rate, warmup=int(max(0.0, 0.1 * work / costs.step(batch))) * warms_up)
 
     trial_settings = for_trial(fine_tuning, warmup=TRIAL_STEPS // 10)

@@ -253,7 +253,7 @@ class DataConfig(Section):
     mean: str | None = setting(
         None,
         "M",
-        "normalise with this mean, one for all channels or three; default: that of the weights, else of the data",
+        "normalise with this mean, one for all channels or three; default: that of the weights or the built-in dataset",
         of=IMAGES,
     )
     std: str | None = setting(

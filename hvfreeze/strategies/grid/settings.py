@@ -21,7 +21,9 @@ class GridConfig(CutConfig):
     parts: Parts | None = setting(
         None, "P", "ranks that share one copy of the model; default: all ranks, divided by --replicas"
     )
-    replicas: Parts | None = setting(None, "R", "copies of the model, each on --parts ranks; default: 1")
+    replicas: Parts | None = setting(
+        None, "R", "copies of the model, each on --parts ranks; default: 1, or all ranks, divided by --parts"
+    )
     micro_batches: Parts | None = setting(
         None, "M", "micro-batches that a batch is split into; default: 2 per part, 1 with one part"
     )

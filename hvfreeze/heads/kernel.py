@@ -16,6 +16,7 @@ to all others, which uses the same products, and calibrate the outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +168,7 @@ def fit_kernel(
         NumericsError: a feature is NaN or infinite.
     """
     values = list(penalties)
-    if not values or min(values) <= 0 or len(set(values)) < len(values):
+    if not values or not all(0 < value < math.inf for value in values) or len(set(values)) < len(values):
         raise UsageError(f"penalties ({values}) must be above 0 and different, at least one")
     mine = project_rows(rows, components=components, world=world, stop=read, no_labels=task.no_labels)
     if mine is None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvfreeze.comm.world import World
+from hvfreeze.data.shards import draw
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.moments import Covariance, Standard, check_choice, covariance
 from hvfreeze.heads.outliers import Prepared, prepare
@@ -42,14 +43,16 @@ class Subset:
     """The split of rows into fitted and evaluating ones."""
 
     fold: int | None = None
-    """Index of the evaluating fold: 0 has the held-out rows, the others divide the remaining rows by sample number."""
+    """Index of the evaluating fold: 0 has the held-out rows, the others divide the other samples at random."""
     folds: int = 1
 
     def judging(self, rows: RowInfo) -> Tensor:
         """Return a mask of the evaluating rows, (B,) bool; the others are fitted."""
         if self.fold is None:
             return torch.zeros_like(rows.held_out)
-        return torch.where(rows.held_out, 0, 1 + rows.samples % max(1, self.folds - 1)) == self.fold
+        # Labels may repeat in the order of samples, and ranks do in their numbers.
+        fold = (draw("fold", rows.samples.numpy()) % np.uint64(max(1, self.folds - 1))).astype(np.int64)
+        return torch.where(rows.held_out, 0, 1 + torch.from_numpy(fold)) == self.fold
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,7 @@ def fit_linear(
         NumericsError: a feature is NaN or infinite.
     """
     values = list(penalties)
-    if not values or min(values) <= 0 or values != sorted(set(values), reverse=True):
+    if not values or not all(0 < value < math.inf for value in values) or values != sorted(set(values), reverse=True):
         raise UsageError(f"penalties ({values}) must be above 0 and decreasing, at least one")
     prepared = prepare(rows, world=world, no_labels=task.no_labels)
     standard = prepared.standard

@@ -94,7 +94,7 @@ def measure(rows: Rows, *, world: World) -> Standard:
         deviations = chunk.features.float() - shift
         weighted = weigh(deviations, chunk.info.weights)
         moments[0, :-2] += weighted.sum(0)
-        moments[0, -2:] += torch.stack([torch.tensor(len(deviations)), chunk.info.weights.sum()])
+        moments[0, -2:] += torch.stack([torch.tensor(len(deviations)), chunk.info.weights.double().sum()])
         moments[1, -2] += chunk.info.held_out.sum()
         moments[1, :-2] += deviations.mul_(weighted).sum(0)
     moments = world.allreduce_sum(moments, name="head.moments")

@@ -62,13 +62,16 @@ class AllRows(RowInfo):
     def part(self, most: int) -> Tensor:
         """Return a mask of all views of evenly spaced samples, about `most` rows at most, (N,).
 
-        If it contains no held-out rows, all of these are added; there are few of them then.
+        If it contains no held-out rows, evenly spaced ones of these are added, about a tenth of `most` at most.
         """
         step = -(-len(self.samples) // most)
         if step < 2:
             return torch.ones_like(self.held_out)
         some = torch.isin(self.samples, self.samples.unique()[::step])
-        return some if (some & self.held_out).any() else some | self.held_out
+        if (some & self.held_out).any():
+            return some
+        few = self.samples[self.held_out].unique()
+        return some | torch.isin(self.samples, few[:: max(1, 10 * int(self.held_out.sum()) // most)])
 
     def spread(self, count: int) -> Tensor:
         """Return a mask of `count` rows, spread evenly over the samples, (N,)."""

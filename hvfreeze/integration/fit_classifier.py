@@ -24,7 +24,7 @@ from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import solver_memory
 from hvfreeze.integration.fit_head import checked, weighted_rows
 from hvfreeze.integration.samples import Split, inputs_and_labels
-from hvfreeze.integration.script_world import script_world
+from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.modes import state_kept
 from hvfreeze.tasks import TASKS
@@ -79,6 +79,7 @@ def fit_classifier(
         NumericsError: a feature is NaN or infinite; on all ranks.
     """
     world = script_world(process_set)
+    report_errors(world)
     if task not in TASKS:
         raise UsageError(f"task ({task}) must be one of {', '.join(TASKS)}").on_all_ranks()
     if tokens not in TOKENS:

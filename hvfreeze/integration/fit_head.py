@@ -9,6 +9,7 @@ same on all of them afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,14 +25,14 @@ from hvfreeze.heads.multilevel import take
 from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import Solution
 from hvfreeze.integration.samples import Split, inputs_and_labels
-from hvfreeze.integration.script_world import script_world
+from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.model.modes import state_kept
 from hvfreeze.model.traced import call
 from hvfreeze.row_weights import class_weights, find_odd_weight
 from hvfreeze.tasks import TASKS, Classes, Task
 
 HELD_OUT_EVERY = 10
-"""Every tenth sample chooses the penalty, as in `hvfreeze auto`."""
+"""A tenth of the samples chooses the penalty, as in `hvfreeze auto`."""
 
 
 def fit_head(
@@ -48,7 +49,7 @@ def fit_head(
     """Fit the last layer of `model` to the samples of all ranks' loaders; return the fit's numbers. Collective.
 
     The layer gets the weights that minimise the loss with a ridge penalty on standardised features, the same on all
-    ranks. Every tenth sample chooses the penalty, then all are fitted. The blocks before it run once, in evaluation
+    ranks. A tenth of the samples chooses the penalty, then all are fitted. The blocks before it run once, in evaluation
     mode, and stay as they are. The features of a rank's samples are kept in its memory.
 
     Args:
@@ -72,6 +73,7 @@ def fit_head(
         NumericsError: a feature is NaN or infinite; on all ranks.
     """
     world = script_world(process_set)
+    report_errors(world)
     if task not in TASKS:
         raise UsageError(f"task ({task}) must be one of {', '.join(TASKS)}").on_all_ranks()
     whole = getattr(model, "module", model)
@@ -148,20 +150,31 @@ def weighted_rows(
 ) -> tuple[Task, RowsInMemory]:
     """Return the task with class weights, and the rows of this rank's samples with a weight above 0. Collective.
 
-    Every tenth sample is held out. `features` are (N, V, D), for each view of a sample. Weights are those of the class
-    times those of the sample.
+    A tenth of the samples is held out, see `chosen_apart`. `features` are (N, V, D), for each view of a sample. Weights
+    are those of the class times those of the sample.
     """
     weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
-    kept = weights > 0
-    if not bool(kept.all()):
-        features, labels, weights = features[kept], labels[kept], weights[kept]
     if by_class is not None:
         task = with_class_weights(task, labels, weights, by_class, world)
         weights = weights * task.class_weights_of(labels, training=False)
+    # The product of two small weights may be 0 too.
+    kept = weights > 0
+    if not bool(kept.all()):
+        features, labels, weights = features[kept], labels[kept], weights[kept]
     samples, views = torch.arange(len(labels)), features.shape[1]
-    held_out = samples % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    held_out = chosen_apart(labels)
     columns = (labels, held_out, samples * world.size + world.rank, weights)
     return task, RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
+
+
+def chosen_apart(labels: Tensor) -> Tensor:
+    """Return a mask of a tenth of the samples, (N,), with the same share of each class, in any order of the samples."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    if labels.dim() == 1:
+        order = order[labels[order].argsort(stable=True)]
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out[order[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
+    return held_out
 
 
 def with_class_weights(
@@ -173,15 +186,17 @@ def with_class_weights(
     if isinstance(by_class, str):
         if by_class != "balanced":
             raise UsageError(f"class_weights ({by_class}) must be balanced, or a number for each class").on_all_ranks()
-        mine = torch.bincount(labels, weights.double(), minlength=task.outputs)
-        counts = world.allreduce_sum(mine, name="head.classes")
-        return replace(task, weights=class_weights(counts, by_class))
-    given = torch.tensor(list(by_class), dtype=torch.float32)
-    if len(given) != task.outputs or not bool((given > 0).all()) or not bool(given.isfinite().all()):
-        raise UsageError(
-            f"class_weights ({by_class}) must be {task.outputs} numbers above 0, one for each output of the last layer"
-        ).on_all_ranks()
-    return replace(task, weights=tuple(given.tolist()))
+    else:
+        given = torch.tensor(list(by_class), dtype=torch.float32).tolist()
+        if len(given) != task.outputs or not all(0 < each < math.inf for each in given):
+            raise UsageError(
+                f"class_weights ({by_class}) must be {task.outputs} numbers above 0, one for each output of the last "
+                "layer"
+            ).on_all_ranks()
+    # Without samples, bincount ignores the type of the weights.
+    mine = torch.bincount(labels, weights.double(), minlength=task.outputs).double()
+    counts = world.allreduce_sum(mine, name="head.classes")
+    return replace(task, weights=class_weights(counts, by_class))
 
 
 def checked_weights(given: Tensor | Sequence[float] | None, samples: int) -> Tensor:

@@ -9,7 +9,9 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +26,7 @@ from hvfreeze.comm.world import SoloWorld, World, end_job
 from hvfreeze.errors import HvfreezeError, UsageError
 
 HOROVOD = "horovod.torch"
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 GRACE_SECONDS = 3.0
 """Seconds that other ranks wait for rank 0's message, if all are likely to print the same."""
 
@@ -161,17 +164,21 @@ def report_errors(world: World) -> None:
     The exit code is that of hvfreeze's error. In an interactive session nothing changes.
     """
     before = sys.excepthook
+    known = before.args[0] if isinstance(before, partial) and before.func is _report else None
+    is_same = known is world or (known is not None and known.size == world.size == 1)
+    if not hasattr(sys, "ps1") and not is_same:
+        sys.excepthook = partial(_report, world, before)
 
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if isinstance(error, HvfreezeError):
-            _leave(world, error)
-        elif world.size == 1:
-            before(kind, error, where)
-        else:
-            end_job(world, error)
 
-    if not hasattr(sys, "ps1"):
-        sys.excepthook = hook
+def _report(
+    world: World, before: Hook, kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    if isinstance(error, HvfreezeError):
+        _leave(world, error)
+    elif world.size == 1:
+        before(kind, error, where)
+    else:
+        end_job(world, error)
 
 
 def _leave(world: World, error: HvfreezeError) -> None:

@@ -21,6 +21,7 @@ from hvfreeze.heads.kernel import KernelFit, KernelHead, fit_kernel
 from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.leave_one_out import inverted, residuals, views_of
 from hvfreeze.heads.multilevel import take
+from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowsInMemory, RowsOfBatches
 from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import FitTerms, solve
@@ -236,3 +237,12 @@ def test_gradients_reach_the_features() -> None:
     some = features[:8].clone().requires_grad_()
     functional.cross_entropy(head(some), labels[:8]).backward()
     assert some.grad is not None and bool(some.grad.isfinite().all()) and bool(some.grad.any())
+
+
+def test_a_subset_has_few_held_out_rows_where_even_steps_meet_none() -> None:
+    count = 20_000
+    samples = torch.arange(count)
+    held_out = samples % 10 == 9
+    rows = AllRows(samples % CLASSES, held_out, samples, torch.ones(count), own=samples)
+    part = rows.part(1_500)
+    assert 100 < int((part & held_out).sum()) < 200 and int(part.sum()) < 1_700

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvfreeze
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
+from hvfreeze.heads.linear import Subset
+from hvfreeze.heads.rows import RowInfo
+from hvfreeze.integration.fit_head import chosen_apart, weighted_rows, with_class_weights
+from hvfreeze.tasks import Classes
 
 
 def network(outputs: int = 3) -> nn.Module:
@@ -75,6 +82,42 @@ def test_labels_and_numbers_and_class_weights() -> None:
     assert found[0] < found[1], found
 
 
+@pytest.mark.parametrize("rows", [300, 1000])
+def test_classes_in_turns_are_fitted_and_held_out_alike(rows: int) -> None:
+    labels = torch.arange(rows) % 10
+    inputs = torch.eye(10)[labels] + 0.3 * torch.randn(rows, 10, generator=torch.Generator().manual_seed(0))
+    for order in (torch.arange(rows), labels.argsort(stable=True)):
+        assert labels[order][chosen_apart(labels[order])].bincount().tolist() == [rows // 100] * 10
+        fit = hvfreeze.fit_head(nn.Linear(10, 10), batches(inputs[order], labels[order]))
+        assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.8 and fit.penalty < 0.5
+    # With so few rows the others choose in folds, which have all classes too.
+    info = RowInfo(labels, torch.zeros(rows, dtype=torch.bool), torch.arange(rows), torch.ones(rows))
+    assert all(labels[Subset(fold, 5).judging(info)].bincount().min() > 0 for fold in range(1, 5))
+
+
+def test_equal_class_weights_are_none_and_ranks_without_samples_count_alike() -> None:
+    labels, ones, summed = torch.tensor([0, 1, 2, 2]), torch.ones(4), list[torch.dtype]()
+    given = with_class_weights(Classes(3), labels, ones, [100.0] * 3, SoloWorld())
+    assert given.weights == pytest.approx((1, 1, 1))
+
+    def allreduce(mine: Tensor, *, name: str) -> Tensor:
+        summed.append(mine.dtype)
+        return mine + 1
+
+    world = Mock(allreduce_sum=allreduce)
+    for some in (labels, labels[:0]):
+        with_class_weights(Classes(3), some, ones[: len(some)], "balanced", world)
+    assert summed == [torch.float64] * 2
+
+
+def test_weights_whose_product_is_0_leave_samples_out() -> None:
+    inputs, classes = data()
+    options = {"class_weights": [1e-30, 1.0, 1.0], "sample_weight": torch.full((300,), 1e-30)}
+    _, rows = weighted_rows(inputs[:, None], classes, *options.values(), Classes(3), SoloWorld())  # type: ignore[arg-type]
+    kept = torch.cat([chunk.info.labels for chunk in rows.chunks()])
+    assert (kept > 0).all() and len(kept) == int((classes > 0).sum())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["balanced", "numbers"])
 def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(kind: str) -> None:
@@ -116,6 +159,8 @@ def test_a_sample_of_weight_2_counts_twice_and_one_of_weight_0_not(kind: str) ->
         (nn.Linear(6, 3), None, {"sample_weight": [float("nan")] * 300}, r"\(nan, of sample 0\) must be a number"),
         (nn.Linear(6, 3), None, {"sample_weight": [0.0] * 300}, "there are no samples to fit"),
         (nn.Linear(6, 3), None, {"penalty": 0.0}, "must be above 0"),
+        (nn.Linear(6, 3), None, {"penalty": float("nan")}, "must be above 0"),
+        (nn.Linear(6, 3), None, {"penalty": float("inf")}, "must be above 0"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(

@@ -20,7 +20,8 @@ class LossScale:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch the gradient of the last parameter, which is usually the head's bias, and small."""
-        self._parameter: Tensor = optimizer.param_groups[-1]["params"][-1]
+        # A group may be empty: frozen parameters are in none.
+        self._parameter: Tensor = [tensor for group in optimizer.param_groups for tensor in group["params"]][-1]
         self._norm = 0.0
         takes_hook = self._parameter.is_floating_point() or self._parameter.is_complex()
         self._hooks = [hook_on(self._parameter, lambda parameter: self.note())] if takes_hook else []

@@ -112,6 +112,22 @@ def test_evidence_does_not_depend_on_the_scale(name: str, clip: str) -> None:
     torch.testing.assert_close(torch.tensor(scaled), torch.tensor(plain), rtol=1e-4, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_group_without_parameters_may_be_the_last() -> None:
+    net = model()
+    first, *others = net.children()
+    groups = [{"params": [*others[0].parameters(), *others[1].parameters()]}, {"params": [*first.parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    static = FreezeConfig(freeze="static", cut=1)
+    wrapped = DistributedOptimizer(
+        optimizer, named_parameters=net.named_parameters(), model=net, settings=static, world=SoloWorld()
+    )
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    train(net, wrapped, clip="")
+    same = [torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
+    assert not wrapped.param_groups[-1]["params"] and same == [True] * 2 + [False] * 4
+
+
 def test_the_wrapper_is_an_optimizer_and_says_what_it_is() -> None:
     optimizer = wrap(model(), OPTIMIZERS["sgd"])
     assert (

@@ -28,7 +28,7 @@ from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.model.hugging_face import find_library, processor_of, save
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.weights import read_weights
-from hvfreeze.runs.files import publish
+from hvfreeze.runs.files import publish, publishing, reason_of
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural, reason_in_a_line
 
@@ -39,6 +39,7 @@ IMAGES = 16
 """Number of images for checking a file."""
 WORST = 1e-2
 """Largest accepted difference as a share of the largest output; rounding gives 1e-6 to 1e-4."""
+OTHER_OUT = "choose another --out"
 Run = Callable[[Tensor], Tensor]
 """Function from pixels to outputs that runs a file."""
 
@@ -139,10 +140,12 @@ def facts(applied: Applied) -> dict[str, str]:
     """Return the facts about a model that an exported file records, as texts."""
     card, preparation = applied.card, applied.preparation
     return {
-        "classes": json.dumps(list(applied.classes), ensure_ascii=False),
+        "classes": json.dumps(list(applied.classes)),
         "preparation": json.dumps(asdict(preparation)),
         "task": card.task,
         "thresholds": json.dumps(list(card.thresholds)),
+        "unit": json.dumps(list(card.unit)),
+        "offset": json.dumps(list(card.offset)),
         "model": card.model,
         "head": card.head,
         "accuracy": json.dumps(card.accuracy),
@@ -174,7 +177,7 @@ def write_onnx(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[st
         for key, value in facts.items():
             proto.metadata_props.add(key=key, value=value)
         data = proto.SerializeToString()
-    publish(path, [data])
+    publish(path, [data], otherwise=OTHER_OUT)
     runtime: Any = import_module("onnxruntime")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda some: torch.from_numpy(session.run(None, {INPUT: some.numpy()})[0])
@@ -185,17 +188,17 @@ def write_torch(module: nn.Module, path: Path, pixels: Tensor, facts: Mapping[st
     with exporting(module, "a torch.export program"):
         dynamic = ({0: torch.export.Dim("batch", min=1)},)
         program = torch.export.export(module, (pixels[:2],), dynamic_shapes=dynamic)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.export.save(program, path, extra_files={"facts.json": json.dumps(dict(facts))})
+        with publishing(path, otherwise=OTHER_OUT) as file:
+            torch.export.save(program, file, extra_files={"facts.json": json.dumps(dict(facts))})
         read: Run = torch.export.load(path).module()
     return read
 
 
 def write_safetensors(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
-    """Write the state_dict of the model."""
+    """Write the state_dict of the model; numbers are in the user's units after unit * output + offset."""
     library: Any = import_module("safetensors.torch")
     state = {name: tensor.detach().clone().contiguous() for name, tensor in module.model.state_dict().items()}
-    publish(path, [library.save(state, metadata=dict(facts))])
+    publish(path, [library.save(state, metadata=dict(facts))], otherwise=OTHER_OUT)
     # Into the same module: another one would be built in the same way.
     module.model.load_state_dict(read_weights(str(path)))
     return module
@@ -213,11 +216,13 @@ PROBLEMS = {"classes": "single_label_classification", "labels": "multi_label_cla
 
 
 def write_transformers(module: FromPixels, path: Path, pixels: Tensor, facts: Mapping[str, str]) -> Run:
-    """Write a folder for `from_pretrained` of transformers."""
+    """Write a folder for `from_pretrained` of transformers; `thresholds` of labels are in its config."""
     model: Any = module.model
     if facts["task"] not in PROBLEMS:
         raise UsageError("--format (transformers) cannot store the units of numbers; use onnx or torch")
-    classes, prepared = json.loads(facts["classes"]), json.loads(facts["preparation"])
+    classes, prepared = [printable(name) for name in json.loads(facts["classes"])], json.loads(facts["preparation"])
+    if prepared["fit"] == "pad":
+        raise UsageError("--format (transformers) cannot pad images, and the run has --fit pad; use onnx or torch")
     side = prepared["cropped_to"]
     processor = processor_of(
         side=prepared["enlarged_to"] or side or prepared["height"],
@@ -229,9 +234,12 @@ def write_transformers(module: FromPixels, path: Path, pixels: Tensor, facts: Ma
     )
     if hasattr(model, "config"):
         model.config.problem_type = PROBLEMS[facts["task"]]
-    save(model, path, classes=classes, processor=processor)
+        if facts["task"] == "labels":
+            model.config.update({"thresholds": json.loads(facts["thresholds"])})
     text = CARD.format(what=f"{facts['model']} for {', '.join(classes)}", **facts)
-    publish(path / "README.md", [text.encode()])
+    with new_folder(path) as folder:
+        save(model, folder, classes=classes, processor=processor)
+        (folder / "README.md").write_text(text, encoding="utf-8")
     again: Any = find_library().AutoModelForImageClassification.from_pretrained(path)
     again.eval()
 
@@ -248,6 +256,27 @@ FORMATS = {
     "torch": Format(".pt2", (), write_torch),
     "safetensors": Format(".safetensors", ("safetensors",), write_safetensors),
 }
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes `path`, which may be an empty one, if the block succeeds.
+
+    Raises:
+        RefusedError: the folder cannot be written; nothing is left of it.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(path)
+    except HvfreezeError:
+        raise
+    except Exception as error:  # the library raises its own errors on a full disk
+        raise RefusedError(f"{path} cannot be written ({reason_of(error)}); free some space or {OTHER_OUT}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

@@ -15,12 +15,15 @@ from hvfreeze import files
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import PRIVATE_FOLDER, FileLock, LockedError, open_new, replace_file, sync_folder
 
+OTHER_RUN_DIR = "choose another --run-dir, then add --resume"
+
 
 @contextmanager
-def publishing(target: Path) -> Iterator[BinaryIO]:
+def publishing(target: Path, *, otherwise: str = OTHER_RUN_DIR) -> Iterator[BinaryIO]:
     """Open a file that becomes `target` at the end of the block, atomically: readers see the old or the new file.
 
-    The contents are on the disk when the block ends. A link at `target` is replaced, not followed.
+    The contents are on the disk when the block ends. A link at `target` is replaced, not followed. `otherwise` is what
+    to do if there is no space to free.
 
     Raises:
         RefusedError: the file cannot be written; the previous file is untouched.
@@ -37,8 +40,7 @@ def publishing(target: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink()
         raise RefusedError(
-            f"{target} cannot be written ({reason_of(error)}); earlier files are intact; free some space or choose "
-            "another --run-dir, then add --resume"
+            f"{target} cannot be written ({reason_of(error)}); earlier files are intact; free some space or {otherwise}"
         ) from error
     except BaseException:
         with suppress(OSError):
@@ -46,13 +48,13 @@ def publishing(target: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def publish(target: Path, parts: Sequence[bytes | memoryview]) -> None:
+def publish(target: Path, parts: Sequence[bytes | memoryview], *, otherwise: str = OTHER_RUN_DIR) -> None:
     """Write `parts`, concatenated, as `target`; see `publishing`.
 
     Raises:
         RefusedError: the file cannot be written; the previous file is untouched.
     """
-    with publishing(target) as file:
+    with publishing(target, otherwise=otherwise) as file:
         for part in parts:
             file.write(part)
 

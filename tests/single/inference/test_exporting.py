@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.errors import RefusedError
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference import export as exporting
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.model.weights import read_weights
@@ -98,6 +101,34 @@ def test_a_fitted_classifier_runs_from_a_file_without_hvfreeze(tmp_path: Path) -
     exporting.write_torch(classifier, tmp_path / "classifier.pt2", images, {})
     reader = subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert reader.returncode == 0, reader.stderr
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_file_of_before_and_no_part_of_a_new_one(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.pt2"
+    file.write_text("of before")
+    monkeypatch.setattr(torch.export, "save", full_disk)
+    outcome = call("export", str(trained), "--format", "torch", "--out", str(file))
+    refused(outcome, 3, "cannot be written (No space left on device)", "choose another --out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"] and file.read_text() == "of before"
+    message = r"model cannot be written \(No space .* choose another --out"
+    with pytest.raises(RefusedError, match=message), exporting.new_folder(tmp_path / "model") as folder:
+        (folder / "config.json").write_text("{}")
+        full_disk()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_what_the_library_cannot_do_is_refused() -> None:
+    for words, message in (({"task": "numbers"}, "units of numbers"), ({"fit": "pad"}, "cannot pad images")):
+        prepared = {"cropped_to": 0, "fit": "crop", **words}
+        facts = {"task": "classes", "classes": "[]", "preparation": json.dumps(prepared), **words}
+        with pytest.raises(UsageError, match=message):
+            exporting.write_transformers(Mock(), Path("here"), torch.zeros(1), facts)
 
 
 def test_safetensors_have_the_models_state(trained: Path) -> None:

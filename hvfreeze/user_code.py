@@ -27,8 +27,8 @@ FORM = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 
 
 def is_named_code(text: str) -> bool:
-    """Return True if a setting names a function, such as my_package.models:tiny."""
-    return ":" in text and not text.startswith((TIMM, HF))
+    """Return True if a setting names a function, such as my_package.models:tiny; a path may have a colon too."""
+    return ":" in text and os.sep not in text and not text.startswith((TIMM, HF))
 
 
 def check_named_code(flag: str, text: str) -> None:

@@ -215,6 +215,11 @@ def labels_of(rows: Rows, data: Any, columns: Columns) -> Labels:
     if len(rows.chosen.labels) == 1 and columns.task in ("auto", "classes") and hasattr(feature, "names"):
         return Labels("classes", tuple(feature.names))
     if inner is not None or isinstance(feature, list):
+        if columns.task in ("classes", "numbers"):
+            raise UsageError(
+                f"--task ({columns.task}): column {rows.chosen.labels[0]} has a list per image, which --task labels "
+                f"reads; for {columns.task}, use a column with one value per image"
+            )
         names = getattr(inner, "names", None)
         if names is not None:
             return Labels("labels", tuple(names), BETWEEN)

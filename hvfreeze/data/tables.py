@@ -44,6 +44,8 @@ LABEL = ("label", "labels", "class", "class name", "class id", "category", "targ
 SPLIT = ("split", "subset", "set", "partition")
 WEIGHT = ("sample weight",)
 """Usual names of the columns, in lower case and with spaces."""
+INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+")
+"""Names that pandas gives to the column of its index."""
 NONE = "none"
 """Value of --split-column and --weight-column for a table without one."""
 MISSING = ("", "nan")
@@ -223,7 +225,7 @@ def list_for_evaluation(path: Path, columns: Columns) -> Rows:
     chosen = choose_columns(table, columns)
     if chosen.split is None:
         return rows_in(table, chosen)
-    return by_split(table, chosen)[0]["test"]
+    return by_split(table, chosen, trains=False)[0]["test"]
 
 
 def images_in(path: Path, columns: Columns) -> list[Path]:
@@ -238,14 +240,27 @@ def choose_columns(table: Table, columns: Columns) -> Chosen:
     split = None
     if columns.split is None:
         found = usual(table, SPLIT)
-        split = found[0] if len(found) == 1 else None
+        if found:
+            # Beside a table of test samples, the column has no effect.
+            split = found[0] if columns.test else column_for(table, "split", None, found)
     elif columns.split != NONE:
         split = column_for(table, "split", columns.split, [])
     known = usual(table, LABEL)
     if columns.label is None and not known and columns.task in ("labels", "numbers"):
-        others = (image, split, columns.weight)
-        return Chosen(image, tuple(name for name in table.names if name not in others), split)
+        return Chosen(image, all_others(table, columns, (image, split)), split)
     return Chosen(image, label_columns(table, columns, known), split)
+
+
+def all_others(table: Table, columns: Columns, chosen: Sequence[str | None]) -> tuple[str, ...]:
+    """Return the label columns of a table without names for them: all but those of images, splits and weights.
+
+    The index that pandas writes as a column is none of them.
+    """
+    others = {*chosen, columns.weight, *usual(table, WEIGHT)}
+    labels = tuple(name for name in table.names if name not in others and name.strip() and not INDEX.fullmatch(name))
+    for name in labels:
+        check_column(table, "label", name)
+    return labels or (column_for(table, "label", None, []),)
 
 
 def label_columns(table: Table, columns: Columns, known: Sequence[str]) -> tuple[str, ...]:
@@ -331,8 +346,8 @@ def rows_in(table: Table, chosen: Chosen, numbers: Sequence[int] | None = None) 
     return Rows(table, chosen, own, [os.path.normpath(images[row]) for row in own], [cells[row] for row in own])
 
 
-def by_split(table: Table, chosen: Chosen) -> tuple[dict[str, Rows], list[str]]:
-    """Return the rows of the training and the test set, and notes.
+def by_split(table: Table, chosen: Chosen, *, trains: bool = True) -> tuple[dict[str, Rows], list[str]]:
+    """Return the rows of the training and the test set, and notes; only with `trains` must there be training rows.
 
     Raises:
         RefusedError: a cell is not a split, or a split has no rows.
@@ -352,7 +367,7 @@ def by_split(table: Table, chosen: Chosen) -> tuple[dict[str, Rows], list[str]]:
             )
         numbers[split].append(row)
     tested = "test" if numbers["test"] else "val"
-    lacking = "training" if not numbers["train"] else "test" if not numbers[tested] else ""
+    lacking = "training" if trains and not numbers["train"] else "test" if not numbers[tested] else ""
     if lacking:
         raise RefusedError(
             f"table {table.path}, column {chosen.split}: no {lacking} rows; use --split-column {NONE} "

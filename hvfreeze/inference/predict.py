@@ -119,9 +119,10 @@ def classify(
                 [
                     {"path": images[row].name, **task.columns(one, card.classes, top=top), **more}
                     for row, one, more in zip(rows, logits, columns, strict=True)
-                ]
+                ],
+                header=count == 0,
             )
-            write(text if count == 0 else text.partition("\n")[2])
+            write(text)
             count += len(rows)
     if out is not None and count:
         classes = plural(len(card.classes), *task.nouns)

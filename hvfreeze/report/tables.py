@@ -123,10 +123,11 @@ def write_text(path: Path, text: str) -> None:
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
 
 
-def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return CSV with a column for every key that occurs."""
+def to_csv(rows: Sequence[Mapping[str, Any]], *, header: bool = True) -> str:
+    """Return CSV with a column for every key that occurs, and a first line with their names if `header`."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return "".join([csv_line(columns), *(csv_line([row.get(column) for column in columns]) for row in rows)])
+    lines = [csv_line([row.get(column) for column in columns]) for row in rows]
+    return "".join([csv_line(columns), *lines] if header else lines)
 
 
 def csv_line(cells: Sequence[Any]) -> str:

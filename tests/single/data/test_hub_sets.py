@@ -97,6 +97,11 @@ def test_other_labels_are_read_as_those_of_a_table(tmp_path: Path) -> None:
     splits = opened(name)
     assert splits.train.kind == "labels" and splits.train.classes == ("owl", "cat")
     assert splits.train.labels.tolist() == [[1, 1], [0, 1], [0, 0]]
+    for task in ("numbers", "classes"):
+        with pytest.raises(
+            UsageError, match=rf"--task \({task}\): column label has a list per image, which --task lab"
+        ):
+            opened(name, task=task)
 
 
 def test_a_column_has_the_weights_of_training_samples(tmp_path: Path) -> None:

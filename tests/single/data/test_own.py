@@ -21,6 +21,7 @@ from hvfreeze.data.images import TURNED, BrokenImagesError
 from hvfreeze.data.reading import ORIENTATION, TooLargeError
 from hvfreeze.data.sizes import MOST_PROBED
 from hvfreeze.errors import HvfreezeError, UsageError
+from hvfreeze.user_code import is_named_code
 
 PIXELS = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -349,3 +350,8 @@ def test_an_image_that_is_too_large_is_no_broken_one(opened: Callable[..., DataS
     for more in ({}, {"targets": [0, 1] * 3}):
         with pytest.raises(TooLargeError, match=r"sample 3 is too large: 183 megapixels, and the limit is 178; .*=183"):
             find_broken(opened(lambda split, more=more: Large(PIXELS, [0, 1] * 3, **more), skip_bad=True).train)
+
+
+def test_a_path_with_a_colon_is_no_code() -> None:
+    assert is_named_code("my_package.parts:make")
+    assert not is_named_code("/runs/2026-01-01T12:00/labels.csv") and not is_named_code("photos/10:30")

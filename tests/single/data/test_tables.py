@@ -15,7 +15,7 @@ from hvfreeze.config.data import DataConfig
 from hvfreeze.data.batches import deal
 from hvfreeze.data.data_sets import DataSplits, open_data
 from hvfreeze.data.table_files import read_table
-from hvfreeze.data.tables import Columns
+from hvfreeze.data.tables import Columns, list_for_evaluation
 from hvfreeze.errors import HvfreezeError, RefusedError, UsageError
 
 NAMES = [f"{number}.png" for number in range(24)]
@@ -171,6 +171,25 @@ def test_a_cell_with_a_delimiter_is_several_labels(tmp_path: Path) -> None:
     assert splits.train.labels.tolist() == [[1, 1], [0, 1], [0, 0]]
 
 
+def test_an_index_or_weights_are_no_numbers_to_learn(tmp_path: Path) -> None:
+    header = ",image,width,height,sample_weight,Unnamed: 0,__index_level_0__,split"
+    lines = [
+        header,
+        *(f"{row},{NAMES[row]},{row}.5,2,1,{row},{row},train" for row in range(4)),
+        "9,9.png,1,2,,9,9,test",
+    ]
+    splits = opened(table(tmp_path, lines), task="numbers")
+    assert splits.train.classes == ("width", "height") and splits.train.labels[1].tolist() == [1.5, 2.0]
+    assert splits.train.weights is not None and splits.train.weights.tolist() == [1, 1, 1, 1]
+
+
+def test_a_table_of_test_rows_is_evaluated(tmp_path: Path) -> None:
+    path = table(tmp_path, rows("owl,test", "cat,test", "cat,train"))
+    assert list_for_evaluation(path, Columns()).paths == NAMES[:2]
+    path = table(tmp_path, rows("owl,test", "cat,test"))
+    assert list_for_evaluation(path, Columns()).paths == NAMES[:2]
+
+
 def test_fractions_are_numbers(tmp_path: Path) -> None:
     splits = opened(table(tmp_path, rows("1.5,train", "-2,train", "1e2,test")))
     assert splits.train.kind == "numbers" and splits.train.labels.tolist() == [[1.5], [-2.0]]
@@ -247,6 +266,21 @@ UNCLEAR: dict[str, tuple[list[str], dict[str, str], str]] = {
         rows("owl,1,train", header="image,label,class id,split"),
         {},
         "several columns for the label: label, class id; name the column with --label-column",
+    ),
+    "several splits": (
+        rows("owl,train,a", header="image,label,split,subset"),
+        {},
+        "several columns for the split: split, subset; name the column with --split-column",
+    ),
+    "one name of two numbers": (
+        rows("1,2,train", header="image,x,x,split"),
+        {"task": "numbers"},
+        r"--label-column \(x\) is the name of 2 columns",
+    ),
+    "an index alone": (
+        ["Unnamed: 0,image", "0,0.png"],
+        {"task": "numbers"},
+        "has no column named label; name the column with --label-column",
     ),
     "a name twice": (
         rows("owl,owl", header="image,label,label"),

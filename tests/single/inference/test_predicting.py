@@ -17,6 +17,7 @@ import hvfreeze
 from hvfreeze.errors import RefusedError
 from hvfreeze.inference.card import Preparation
 from hvfreeze.inference.predict import table_at
+from hvfreeze.report.tables import to_csv
 from tests.program import call
 from tests.single.inference.conftest import CLASSES, Finished
 from tests.single.refusing import refused
@@ -125,6 +126,12 @@ def test_bad_images_cost_no_other_its_answer_and_are_named_at_the_end(
         assert outcome.returncode == (0 if skip_bad else 3) and len(outcome.messages) == (0 if skip_bad else 1)
         assert all(path.name in outcome.stderr for path in bad) and "Traceback" not in outcome.stderr
     refused(call("predict", str(finished.run), str(bad[0]), *flags), 3, "00.png is not an intact image")
+
+
+def test_a_name_with_a_line_end_is_one_column_of_every_batch() -> None:
+    rows = [{"path": "a.png", "price\n(EUR)": "1.5"}]
+    text = to_csv(rows) + to_csv(rows, header=False)
+    assert rows_of(text) == [*rows, *rows]
 
 
 def test_answers_are_written_as_they_come(

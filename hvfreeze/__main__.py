@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] and words[0] in RUNS and not {"-h", "--help", "--help-all"} & set(words):
             return train(words)
         watch_memory()
-        return max(perform(words), flush_output())
+        return max(perform_or_refuse(words), flush_output())
     except HvfreezeError as error:
         return give_up(error)
     except OSError as error:
@@ -73,6 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return lost
     except KeyboardInterrupt as error:
         return interrupted(error)
+
+
+def perform_or_refuse(words: Sequence[str]) -> int:
+    """Perform a command of one process, and return its exit code.
+
+    Raises:
+        RefusedError: a file or folder belongs to another user.
+    """
+    try:
+        return perform(words)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        raise RefusedError(
+            f"{error.filename} cannot be used ({error.strerror}); ask its owner, or name another path"
+        ) from error
 
 
 def train(arguments: Sequence[str]) -> int:

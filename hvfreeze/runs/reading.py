@@ -259,13 +259,17 @@ def printable(text: str) -> str:
 def load_run(directory: str | os.PathLike[str]) -> Run:
     """Return the run in a directory; a run that has not ended has no summary.
 
-    Raises RefusedError, which names the file, if the directory or a file in it is missing, damaged or has no epoch.
+    Raises RefusedError, which names the file, if the directory or a file in it is missing, damaged, another user's or
+    has no epoch.
     """
     root = Path(directory)
-    if not root.is_dir():
-        raise RefusedError(f"run directory {root} does not exist")
-    if not any((root / name).exists() for name in ("config.yaml", "environment.json", "metrics.jsonl")):
-        raise RefusedError(f"{root} is not a run directory: it has no config.yaml; name the --run-dir of a run")
+    try:
+        if not root.is_dir():
+            raise RefusedError(f"run directory {root} does not exist")
+        if not any((root / name).exists() for name in ("config.yaml", "environment.json", "metrics.jsonl")):
+            raise RefusedError(f"{root} is not a run directory: it has no config.yaml; name the --run-dir of a run")
+    except PermissionError as error:
+        raise RefusedError(f"run directory {root} cannot be read ({error.strerror}); ask its owner") from error
     environment = read_object(root / "environment.json", ("size",))
     metrics = read_lines(root / "metrics.jsonl", METRICS)
     if not metrics:

@@ -216,15 +216,15 @@ def load_progress(job: Job, shared: dict[str, Any], own: Tensor, *, name: str) -
         job.clock.processor = {phase: float(used.get(phase, 0.0)) for phase in PHASES}
         job.journal.load_state_dict(shared["journal"], source=name)
         job.budget.load_state_dict(shared["budget"])
-        for name in SAVED:
-            setattr(job, name, shared[name])
+        for attribute in SAVED:
+            setattr(job, attribute, shared[attribute])
         job.images = shared["part"][-1]
         earlier, moves = shared["earlier"], [Move(*move) for move in shared["earlier"]["cut_history"]]
         job.earlier = {**earlier, "cut_history": moves} if moves else {}
-        job.totals = {name: Totals.read(sums) for name, sums in state["totals"].items()}
+        job.totals = {model: Totals.read(sums) for model, sums in state["totals"].items()}
         job.record.cut_back(shared["position"])
         job.last_scores = {model: Score(*score) for model, score in shared["last_scores"].items()}
-        job.best = {name: Best(*best) for name, best in shared["best"].items()}
+        job.best = {model: Best(*best) for model, best in shared["best"].items()}
         job.evaluations_without_gain = shared["evaluations_in_vain"]
     except DAMAGES as error:
         raise RefusedError(f"the checkpoint {name} belongs to another run: {reason_of(error)}") from error

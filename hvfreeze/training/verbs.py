@@ -343,7 +343,9 @@ def score_of(trial: PenaltyTrial, task: Task) -> Score:
 
 def packed(score: Score) -> list[Any]:
     """Convert a score to plain values."""
-    more = [] if score.metrics is None else [score.metrics, score.decides, list(score.thresholds)]
+    more = (
+        [] if score.metrics is None and not score.thresholds else [score.metrics, score.decides, list(score.thresholds)]
+    )
     return [score.loss, score.accuracy, *more]
 
 

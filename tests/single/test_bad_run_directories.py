@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvfreeze.data.folders import class_folder_of
+from hvfreeze.errors import RefusedError
+from hvfreeze.runs.reading import load_run
 from tests.program import call, contents, save_photos, spawn, without_privileges
 from tests.single.refusing import SMALL, refused
 
@@ -117,3 +119,13 @@ def test_a_run_directory_does_not_become_a_class(tmp_path: Path, monkeypatch: py
     # The classes are in photos/train and photos/test alone.
     assert class_folder_of(photos / "runs" / "a", photos) is None
     assert class_folder_of(tmp_path / "run", photos) is class_folder_of(tmp_path, tmp_path / "absent" / "data") is None
+
+
+def test_a_run_of_another_user_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    with without_privileges():
+        for command, *more in (["predict", "a.png"], ["evaluate"]):
+            refused(call(command, str(run), *more), 3, str(run), "cannot be used (Permission denied); ask its owner")
+        with pytest.raises(RefusedError, match=r"run cannot be read \(Permission denied\)"):
+            load_run(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import yaml
 from sklearn.metrics import f1_score, r2_score
 
 import hvfreeze
+from hvfreeze.training.evaluation import Score
+from hvfreeze.training.verbs import packed, unpacked
 from tests.program import call, succeed, summary_of
 from tests.several import pairs, turned
 
@@ -91,6 +94,22 @@ def test_predict_writes_labels_with_their_probabilities_or_numbers(
         assert np.corrcoef(said, tested.targets[:20, 0])[0, 1] > 0.7
     outcome = call("predict", str(run), str(tmp_path), "--trust-code", "--top", "2")
     assert outcome.returncode == 2 and "is for classes, and the model predicts" in outcome.stderr
+
+
+def test_a_file_of_the_parameters_has_thresholds_or_units(finished: tuple[str, Path, str], tmp_path: Path) -> None:
+    name, run, _ = finished
+    safetensors, out = pytest.importorskip("safetensors"), tmp_path / "model.safetensors"
+    succeed("export", str(run), "--trust-code", "--format", "safetensors", "--out", str(out))
+    with safetensors.safe_open(out, "pt") as file:
+        facts = {key: json.loads(file.metadata()[key]) for key in ("thresholds", "unit", "offset")}
+    card = yaml.safe_load((run / "model.yaml").read_text())
+    assert facts == {key: card.get(key) or [] for key in facts}
+    assert bool(facts["thresholds"]) == (name == "pairs") and bool(facts["unit"]) == (name == "turned")
+
+
+def test_thresholds_of_a_head_that_has_not_converged_are_kept() -> None:
+    score = Score(math.inf, 0.5, thresholds=(0.25, 0.75))
+    assert unpacked(packed(score)) == score and unpacked(packed(Score(1.0, 0.5))) == Score(1.0, 0.5)
 
 
 def test_pages_have_their_metrics(finished: tuple[str, Path, str], tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         RefusedError: the folder cannot be written; nothing is left of it.
     """
+    path = path.absolute()
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

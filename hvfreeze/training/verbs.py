@@ -343,10 +343,9 @@ def score_of(trial: PenaltyTrial, task: Task) -> Score:
 
 def packed(score: Score) -> list[Any]:
     """Convert a score to plain values."""
-    more = (
-        [] if score.metrics is None and not score.thresholds else [score.metrics, score.decides, list(score.thresholds)]
-    )
-    return [score.loss, score.accuracy, *more]
+    if score.metrics is None and not score.thresholds:
+        return [score.loss, score.accuracy]
+    return [score.loss, score.accuracy, score.metrics, score.decides, list(score.thresholds)]
 
 
 def unpacked(found: Sequence[Any]) -> Score:

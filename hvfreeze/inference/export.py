@@ -7,6 +7,7 @@ and a folder of transformers has the model, its own last layer and its image pro
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import warnings
@@ -28,7 +29,7 @@ from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.model.hugging_face import find_library, processor_of, save
 from hvfreeze.model.modes import in_evaluation
 from hvfreeze.model.weights import read_weights
-from hvfreeze.runs.files import publish, publishing, reason_of
+from hvfreeze.runs.files import publish, reason_of
 from hvfreeze.runs.reading import printable
 from hvfreeze.wording import plural, reason_in_a_line
 
@@ -188,8 +189,10 @@ def write_torch(module: nn.Module, path: Path, pixels: Tensor, facts: Mapping[st
     with exporting(module, "a torch.export program"):
         dynamic = ({0: torch.export.Dim("batch", min=1)},)
         program = torch.export.export(module, (pixels[:2],), dynamic_shapes=dynamic)
-        with publishing(path, otherwise=OTHER_OUT) as file:
-            torch.export.save(program, file, extra_files={"facts.json": json.dumps(dict(facts))})
+        # Into memory first: torch ends the process if it cannot write to the disk.
+        whole = io.BytesIO()
+        torch.export.save(program, whole, extra_files={"facts.json": json.dumps(dict(facts))})
+        publish(path, [whole.getbuffer()], otherwise=OTHER_OUT)
         read: Run = torch.export.load(path).module()
     return read
 

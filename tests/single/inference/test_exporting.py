@@ -20,6 +20,7 @@ from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference import export as exporting
 from hvfreeze.inference.model import Applied, load_model
 from hvfreeze.model.weights import read_weights
+from hvfreeze.runs import files
 from tests.program import call
 from tests.single.heads.test_multilevel import save_fitted
 from tests.single.refusing import refused
@@ -112,7 +113,7 @@ def test_a_full_disk_leaves_the_file_of_before_and_no_part_of_a_new_one(
 ) -> None:
     file = tmp_path / "model.pt2"
     file.write_text("of before")
-    monkeypatch.setattr(torch.export, "save", full_disk)
+    monkeypatch.setattr(files, "replace_file", full_disk)
     outcome = call("export", str(trained), "--format", "torch", "--out", str(file))
     refused(outcome, 3, "cannot be written (No space left on device)", "choose another --out")
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"] and file.read_text() == "of before"

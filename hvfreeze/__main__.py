@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hvfreeze.allocator import keep_memory, watch_memory
 from hvfreeze.cli import RUNS, parse, perform
 from hvfreeze.errors import HvfreezeError, Preempted, RefusedError, StallError
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 if TYPE_CHECKING:
     from hvfreeze.comm.world import World
@@ -117,8 +117,7 @@ def train_as_rank(arguments: Sequence[str], asked: Sequence[int]) -> int:
         from hvfreeze.comm.horovod_world import open_world
         from hvfreeze.comm.world import end_job_on_exception
 
-    with kept_for_good():
-        world = open_world(beside="hvfreeze.training.run")
+    world = open_world(beside="hvfreeze.training.run")
     watch_memory()
     end_job_on_exception(world)
     try:

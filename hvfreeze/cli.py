@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from hvfreeze import __version__
 from hvfreeze.errors import EXIT_CODES, UsageError
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 from hvfreeze.wording import did_you_mean
 
 DESCRIPTION = "Fine-tune image classifiers on CPUs. Start with: hvfreeze auto digits"

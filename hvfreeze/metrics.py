@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hvfreeze.imports import import_whole
+
 Numbers = NDArray[Any]
 LOWER_IS_BETTER = ("mae",)
 WORDS = {
@@ -67,37 +69,31 @@ def auroc(truth: Numbers, scores: Numbers) -> float:
 
     The mean is over classes with both positive and negative samples; NaN if there is none.
     """
-    from sklearn.metrics import roc_auc_score
-
     is_class = truth[:, None] == np.arange(scores.shape[1])
     if scores.shape[1] == 2:
         is_class, scores = is_class[:, 1:], scores[:, 1:] - scores[:, :1]
     there = is_class.any(0) & ~is_class.all(0)
-    return computed(roc_auc_score, is_class[:, there], scores[:, there])
+    return computed(scikit().roc_auc_score, is_class[:, there], scores[:, there])
 
 
 def of_labels(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, float]:
     """Return the metrics of (N, labels) of 0 and 1, scores and predictions. Labels without a sample do not count."""
-    from sklearn.metrics import accuracy_score, average_precision_score
-
     truth, there = truth.astype(np.int64), truth.any(0)
     right, known = (truth * found).sum(0)[there], (truth.sum(0) + found.sum(0))[there]
     return {
-        "average_precision": computed(average_precision_score, truth[:, there], scores[:, there]),
+        "average_precision": computed(scikit().average_precision_score, truth[:, there], scores[:, there]),
         # scikit-learn would interpret one label as two classes.
         "macro_f1": float((2.0 * right / known).mean()) if there.any() and np.isfinite(scores).all() else math.nan,
-        "accuracy": computed(accuracy_score, truth, found),
+        "accuracy": computed(scikit().accuracy_score, truth, found),
     }
 
 
 def each_label(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, float]:
     """Return the counts and metrics of one label, from (N,) labels, scores and predictions."""
-    from sklearn.metrics import average_precision_score, precision_recall_fscore_support
-
     truth = truth.astype(np.int64)
     options: Any = {"average": "binary", "zero_division": 0}
-    precision, recall, f1, _ = precision_recall_fscore_support(truth, found, **options)
-    area = computed(average_precision_score, truth, scores) if truth.any() else math.nan
+    precision, recall, f1, _ = scikit().precision_recall_fscore_support(truth, found, **options)
+    area = computed(scikit().average_precision_score, truth, scores) if truth.any() else math.nan
     counts = {"samples": int(truth.sum()), "given": int(found.sum())}
     return {
         **counts,
@@ -110,9 +106,15 @@ def each_label(truth: Numbers, scores: Numbers, found: Numbers) -> dict[str, flo
 
 def of_numbers(truth: Numbers, found: Numbers) -> dict[str, float]:
     """Return the metrics of (N, outputs) numbers and predictions, averaged over outputs."""
-    from sklearn.metrics import mean_absolute_error, r2_score
+    return {
+        "r2": computed(scikit().r2_score, truth, found),
+        "mae": computed(scikit().mean_absolute_error, truth, found),
+    }
 
-    return {"r2": computed(r2_score, truth, found), "mae": computed(mean_absolute_error, truth, found)}
+
+def scikit() -> Any:
+    """Return scikit-learn's metrics, imported on demand: that takes longer than an epoch of digits."""
+    return import_whole("sklearn.metrics")
 
 
 def computed(metric: Callable[..., float], truth: Numbers, found: Numbers, **options: Any) -> float:
@@ -126,14 +128,12 @@ def computed(metric: Callable[..., float], truth: Numbers, found: Numbers, **opt
 
 def best_thresholds(truth: Numbers, chances: Numbers) -> list[float]:
     """Return the threshold with the best F1 of each label, for (N, labels) probabilities; 0.5 without positives."""
-    from sklearn.metrics import precision_recall_curve
-
     found = []
     for column in range(truth.shape[1]):
         right, said = truth[:, column] > 0.5, chances[:, column]
         best = 0.5
         if right.any() and np.isfinite(said).all():
-            precision, recall, edges = precision_recall_curve(right, said)
+            precision, recall, edges = scikit().precision_recall_curve(right, said)
             quality = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
             place = int(quality[:-1].argmax())
             # Halfway to the next lower probability: a new sample may be between them.

@@ -8,9 +8,10 @@ fail when called; `hvfreeze doctor` reports that.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
+
+from hvfreeze.imports import import_whole
 
 MISSING_OPERATOR = "operator torchvision::nms does not exist"
 SCHEMAS = (
@@ -29,14 +30,14 @@ def import_torchvision() -> Any:
         ImportError, RuntimeError: torchvision is absent or fails with another error than the one described above.
     """
     try:
-        return importlib.import_module("torchvision")
+        return import_whole("torchvision")
     except RuntimeError as error:
         if str(error) != MISSING_OPERATOR:
             raise
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     _declare_operators()
-    return importlib.import_module("torchvision")
+    return import_whole("torchvision")
 
 
 def shim_used() -> bool:

@@ -30,7 +30,7 @@ from hvfreeze.comm.mpi_environment import (
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
 from hvfreeze.comm.world import LoneRank, SoloWorld, World, flush_streams
 from hvfreeze.errors import DivergedError, StallError, UsageError
-from hvfreeze.torch_imports import imported_beside
+from hvfreeze.imports import imported_beside, kept_for_good
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class HorovodWorld(World):
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
         yield_when_crowded()
         tune_open_mpi()
-        import horovod.torch as hvd
-
+        with kept_for_good():
+            import horovod.torch as hvd
         with interrupt_ends_job():
             # The library that initialises MPI finalises it. It is not Horovod, so that Horovod can end and restart.
             # Horovod is imported first: if that fails, MPI must not be initialised, or its end would wait for others.

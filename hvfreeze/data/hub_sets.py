@@ -6,7 +6,6 @@ those of a table, whose rows have numbers.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from hvfreeze.data.tables import (
     weights_in,
 )
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.imports import import_whole
 from hvfreeze.tasks import TASKS
 from hvfreeze.user_code import HF
 from hvfreeze.wording import reason_in_a_line
@@ -88,7 +88,7 @@ def load(name: str) -> dict[str, Any]:
     """
     path = path_of(name)
     try:
-        library: Any = importlib.import_module("datasets")
+        library: Any = import_whole("datasets")
     except ImportError as error:
         raise UsageError(f"--data ({name}) needs datasets ({error}): pip install datasets") from error
     if not path.exists():

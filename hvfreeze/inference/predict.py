@@ -21,13 +21,13 @@ from hvfreeze.data.own import read_image
 from hvfreeze.data.reading import PixelArray
 from hvfreeze.data.tables import Columns, images_in
 from hvfreeze.errors import NumericsError, RefusedError, UsageError
+from hvfreeze.imports import kept_for_good
 from hvfreeze.inference.answers import Decoding, answers, rows_of
 from hvfreeze.inference.card import Card, Preparation
 from hvfreeze.inference.finished import find_model
 from hvfreeze.inference.run_settings import columns_in
 from hvfreeze.report.tables import to_csv, writing
 from hvfreeze.runs.reading import printable
-from hvfreeze.torch_imports import kept_for_good
 from hvfreeze.user_code import HF
 from hvfreeze.wording import MOST_NAMED, plural
 

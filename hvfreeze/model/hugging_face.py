@@ -9,7 +9,6 @@ Everything but the layouts needs the library, which is imported on demand.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from hvfreeze.config.data import RESAMPLES
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.imports import import_whole
 from hvfreeze.model.steps import Layout, Step, classifier_layout, make_step, split_step
 from hvfreeze.user_code import HF
 from hvfreeze.wording import reason_in_a_line
@@ -179,7 +179,7 @@ LAYOUTS = {f"transformers.models.{family.classifier}": family.layout for family 
 def find_library() -> Any:
     """Return the transformers library. Raises UsageError if it is missing."""
     try:
-        return importlib.import_module("transformers")
+        return import_whole("transformers")
     except ImportError as error:
         raise UsageError(
             f"--model {HF}NAME needs the transformers library ({error}): pip install transformers"
@@ -206,7 +206,7 @@ def find_folder(name: str) -> Path:
 def _snapshot(name: str) -> Path:
     """Return the folder of a named model in the Hugging Face cache; download it if it is missing."""
     find_library()
-    hub, bare = importlib.import_module("huggingface_hub"), name.removeprefix(HF)
+    hub, bare = import_whole("huggingface_hub"), name.removeprefix(HF)
     try:
         cached = Path(hub.snapshot_download(bare, local_files_only=True))
         if (cached / CONFIGURATION).is_file() and any(weight_files(cached)):

@@ -9,7 +9,6 @@ Random parameters depend on torch's seed alone: seed before the call.
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from hvfreeze.config.data import MOST_PIXELS
 from hvfreeze.config.head import parse_mlp
 from hvfreeze.config.model import TINY_LM, is_url
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.imports import import_whole
 from hvfreeze.model.blocks import Chain, cut_into_blocks
 from hvfreeze.model.hugging_face import build_classifier, read_architecture, read_pretrained
 from hvfreeze.model.mlp import Mlp, replace_head
@@ -108,7 +108,7 @@ def timm_statistics(name: str) -> tuple[Triple, Triple] | None:
 def library() -> Any:
     """Return the timm library. Raises UsageError if it is not installed."""
     try:
-        return importlib.import_module("timm")
+        return import_whole("timm")
     except ImportError as error:
         raise UsageError(f"--model {TIMM}NAME needs the timm library ({error}): pip install timm") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.errors import RefusedError, UsageError
+from hvfreeze.imports import import_whole
 from hvfreeze.plain_load import load_plain
 
 STATES = ("state_dict", "model_state_dict", "model", "model_state", "net", "network", "module", "weights", "params")
@@ -59,7 +59,7 @@ def load_content(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return load_plain(path)
     try:
-        library = importlib.import_module("safetensors.torch")
+        library = import_whole("safetensors.torch")
     except ImportError as error:
         raise UsageError(
             f"weights ({path}) are in safetensors format, which needs safetensors ({error}): pip install safetensors"

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvfreeze.config.run import TRACKERS
 from hvfreeze.errors import UsageError
+from hvfreeze.imports import import_whole
 from hvfreeze.runs.files import publish
 
 SECONDS_TO_END, SECONDS_AFTER_ERROR = 30.0, 5.0
@@ -56,9 +56,8 @@ class TensorBoard:
     identity = ""
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
+        writer = import_whole("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = writer(str(directory / "tensorboard"), purge_step=step + 1 if step else None)
         self.text("settings", "  \n".join(f"{name}: {value}" for name, value in settings.items()), step=step)
 
     def numbers(self, numbers: Numbers, *, step: int) -> None:
@@ -77,7 +76,7 @@ class TensorBoard:
         self.text("summary", f"| name | value |\n|---|---|\n{rows}", step=0)
         for path in files:
             if path.suffix == ".png":
-                pixels = import_module("matplotlib.image").imread(path)
+                pixels = import_whole("matplotlib.image").imread(path)
                 self._writer.add_image(path.stem, pixels, dataformats="HWC")
 
     def close(self, *, failed: bool) -> None:
@@ -89,7 +88,7 @@ class MLflow:
     """A run in the store of `MLFLOW_TRACKING_URI`; without it in `mlflow.db` next to the run directory."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
-        self._mlflow: Any = import_module("mlflow")
+        self._mlflow: Any = import_whole("mlflow")
         store = None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             store = f"sqlite:///{directory.parent / 'mlflow.db'}"
@@ -132,7 +131,7 @@ class WeightsAndBiases:
     """A run in `wandb/` next to the run directory, offline unless `WANDB_MODE` says otherwise."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str], *, identity: str, step: int) -> None:
-        wandb: Any = import_module("wandb")
+        wandb: Any = import_whole("wandb")
         self._wandb = wandb
         mode = None if os.environ.get("WANDB_MODE") else "offline"
         project = None if os.environ.get("WANDB_PROJECT") else "hvfreeze"

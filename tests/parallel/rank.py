@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     import torch

@@ -53,10 +53,8 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_job(case: Case, waits_i
     assert re.fullmatch(rf"hvfreeze: error: rank \d on \S+ has waited \d+ s {who}", only_message(result)), str(result)
 
 
-@pytest.mark.parametrize(("culprit", "stage"), [(0, "start"), seldom(1, "exit")])
-def test_an_interrupt_of_one_rank_while_mpi_begins_or_ends_is_the_jobs(
-    culprit: int, stage: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("culprit", "stage"), [(1, "import"), (0, "start"), seldom(1, "exit")])
+def test_an_interrupt_of_one_rank_as_it_begins_or_ends_is_the_jobs(culprit: int, stage: str, tmp_path: Path) -> None:
     program = ["train", "--model", "shufflenet_v2_x0_5", "--epochs", "1", "--train-samples", "64"]
     program += ["--batch-size", "16", "--run-dir", str(tmp_path)]
     worker = WORKER.with_name("interrupted.py")

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import gc
 import importlib
+import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from hvfreeze import __main__, cli
-from hvfreeze.torch_imports import imported_beside, kept_for_good
+from hvfreeze.imports import imported_beside, kept_for_good
 from tests.program import ROOT, call
 
 
 def test_what_is_imported_is_looked_at_neither_now_nor_later() -> None:
     code = (
-        "import gc; from hvfreeze.torch_imports import kept_for_good\n"
+        "import gc; from hvfreeze.imports import kept_for_good\n"
         "before = gc.get_stats()\n"
         "with kept_for_good(): import numpy\n"
         "print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_stats() == before)"
@@ -89,3 +90,36 @@ def test_an_error_is_left_to_whoever_imports_the_module_next(tmp_path: Path, mon
         pass
     with pytest.raises(ImportError, match="not here"):
         importlib.import_module("broken_one")
+
+
+SWALLOWING = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    half = True
+whole = True
+"""
+
+
+def test_an_interrupt_that_an_import_would_swallow_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "swallowing_one.py").write_text(SWALLOWING)
+    monkeypatch.syspath_prepend(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), kept_for_good():
+        importlib.import_module("swallowing_one")
+    module = sys.modules.pop("swallowing_one")
+    assert hasattr(module, "whole") and not hasattr(module, "half")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with kept_for_good():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

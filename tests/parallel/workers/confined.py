@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     from hvfreeze.__main__ import main

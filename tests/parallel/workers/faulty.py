@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     import torch

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     import torch

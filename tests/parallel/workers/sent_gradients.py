@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     import torch

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from hvfreeze.torch_imports import kept_for_good
+from hvfreeze.imports import kept_for_good
 
 with kept_for_good():
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,14 @@ def gather_results(world: World, work: Callable[[], T], *, name: str) -> list[T]
             common = len(set(verdicts)) == 1
             raise kind(message if common else f"rank {rank}: {message}").on_all_ranks() from error
     return list(results)
+
+
+def gather_objects(world: World, value: T, *, name: str) -> list[T]:
+    """Return every rank's `value` on rank 0, in rank order, and [] on other ranks. Collective."""
+    if world.size == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return [pickle.loads(part.numpy().data) for part in world.gather_bytes(mine, name=name)]
 
 
 ROUND_SECONDS = 10.0

@@ -20,11 +20,12 @@ from hvfreeze.config.data import DataConfig, parse_recipe
 from hvfreeze.data.data_sets import DataSplits, ImageSet
 from hvfreeze.data.decoding import Images, Inputs, Pool, load_pixels
 from hvfreeze.data.images import listed, load_all
-from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_validation, stratified_subset
+from hvfreeze.data.shards import Ids, ShardPlan, evenly, plan_shards, split_held_out, stratified_subset
 from hvfreeze.data.text import TextSource
 from hvfreeze.data.views import MIRRORED, Augment, Statistics, parse_augment, transform_for
 from hvfreeze.data.windows import Shift, Windows
 from hvfreeze.errors import RefusedError
+from hvfreeze.rules import rule
 from hvfreeze.tasks import Task
 from hvfreeze.wording import plural
 
@@ -76,8 +77,10 @@ def choose(splits: DataSplits, data: DataConfig, *, seed: int) -> tuple[Ids, Ima
     if data.train_samples is not None:
         ids = ids[stratified_subset(labels[ids], data.train_samples, seed=seed)]
     if data.validation_fraction > 0:
-        ids, held_out = split_validation(labels, ids, fraction=data.validation_fraction, seed=seed)
-        return ids, train, held_out
+        kept, held_out = split_held_out(labels, ids, fraction=data.validation_fraction, seed=seed)
+        wanted = f"0, or large enough to hold out some of {plural(len(ids), 'sample')}"
+        rule(len(held_out) > 0, "validation-fraction", data.validation_fraction, wanted)
+        return kept, train, held_out
     return ids, splits.test, splits.test.ids
 
 
@@ -261,7 +264,7 @@ class TrainFeed:
         It depends on the data seed and on the samples of all replicas, so it is equal on all replicas.
         """
         ids = np.unique(np.concatenate(self.plan.shards))
-        _, held = split_validation(self.strata, ids, fraction=fraction, seed=self.plan.seed)
+        _, held = split_held_out(self.strata, ids, fraction=fraction, seed=self.plan.seed)
         chosen = np.zeros(len(self.strata), dtype=np.bool_)
         chosen[held] = True
         return chosen

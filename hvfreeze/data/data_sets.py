@@ -24,12 +24,13 @@ from hvfreeze.data.hub_sets import load, open_hub, path_of
 from hvfreeze.data.images import ArraySource, FileSource
 from hvfreeze.data.own import DatasetSource, OwnSplit, open_own
 from hvfreeze.data.reading import USUAL, PixelArray, Reading
-from hvfreeze.data.shards import evenly, split_validation
+from hvfreeze.data.shards import evenly, split_held_out
 from hvfreeze.data.sizes import UNEQUAL_SIDE
 from hvfreeze.data.tables import USUAL_COLUMNS, Columns, list_table
 from hvfreeze.data.text import TextSource, split_text
 from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.files import cache_folder
+from hvfreeze.imports import import_whole
 from hvfreeze.rules import rule
 from hvfreeze.tasks import TASKS, Task
 from hvfreeze.user_code import HF, is_named_code
@@ -46,9 +47,7 @@ def digits_table() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     if file.is_file():
         table = np.loadtxt(file, delimiter=",")
         return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(np.int64)
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+    digits = import_whole("sklearn.datasets").load_digits()
     return digits.images, digits.target
 
 
@@ -303,7 +302,7 @@ def _open_digits(image_size: int | None) -> DataSplits:
     pixels = np.repeat(grey[:, None], 3, axis=1)
     everything = np.arange(len(pixels))
     sets = []
-    for ids in split_validation(targets, everything, fraction=0.2, seed=0):
+    for ids in split_held_out(targets, everything, fraction=0.2, seed=0):
         sets.append(_from_array("digits", pixels[ids], targets[ids].tolist(), tuple("0123456789"), image_size))
     return DataSplits(train=sets[0], test=sets[1])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvfreeze.data.images import SUFFIXES, digest_of_files
 from hvfreeze.data.reading import CONVERT_DICOM, DICOM_SUFFIXES, open_image, shown_size, unreadable
-from hvfreeze.data.shards import Ids, split_validation
+from hvfreeze.data.shards import Ids, split_held_out
 from hvfreeze.data.sizes import ImageSizes, Size
 from hvfreeze.data.split_names import SPELLINGS, find_split_folders, split_of
 from hvfreeze.errors import RefusedError
@@ -511,7 +511,7 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
         raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
     fraction = max(HELD_OUT, 1 / total)
     strata = task.strata(labels).numpy()
-    kept, held = split_validation(strata, np.arange(total), fraction=fraction, seed=0)
+    kept, held = split_held_out(strata, np.arange(total), fraction=fraction, seed=0)
     each = " of each class" if task.kind == "classes" else ""
     note = f"{why}: a fixed {HELD_OUT:.0%}{each} is the test set, {len(held)} of {total} images"
     return kept, held, note

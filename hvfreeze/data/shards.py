@@ -119,26 +119,19 @@ def stratified_subset(labels: ArrayLike, count: int, *, seed: int) -> Ids:
     return _take_per_class(labels, np.arange(total), quotas, "subset", seed)
 
 
-def split_validation(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int) -> tuple[Ids, Ids]:
+def split_held_out(labels: ArrayLike, ids: Ids, *, fraction: float, seed: int) -> tuple[Ids, Ids]:
     """Return the sorted ids of training samples and of held-out samples, `fraction` of every class.
 
     Args:
         labels: (N,) classes 0..C-1 of the whole set; `ids` are rows of it.
         ids: The samples to divide.
-        fraction: 0 holds out none. Every class keeps at least one sample for training.
+        fraction: at least 0 and below 1. A small one may hold out none; every class keeps at least one sample for
+            training.
         seed: The data seed.
-
-    Raises:
-        UsageError: `fraction` is not in [0, 1), or so small that it holds out no sample.
     """
-    rule(0 <= fraction < 1, "validation-fraction", fraction, "at least 0 and below 1")
     counts = np.bincount(np.asarray(labels)[ids])
     quotas = np.bincount(apportion(counts, round(fraction * len(ids))), minlength=len(counts))
     held = _take_per_class(labels, ids, np.minimum(quotas, np.maximum(counts - 1, 0)), "held", seed)
-    enough = fraction == 0 or len(held) > 0
-    rule(
-        enough, "validation-fraction", fraction, f"0, or large enough to hold out some of {plural(len(ids), 'sample')}"
-    )
     return np.setdiff1d(ids, held), held
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hvfreeze.errors import UsageError
 from hvfreeze.heads.kernel_products import gaussian
 from hvfreeze.heads.projection import AllRows
 from hvfreeze.heads.rows import RowInfo
@@ -83,10 +84,19 @@ def trial_of(task: Task, penalty: float, answers: Tensor, held: RowInfo, *, step
 
 
 def inverted(kernel: Tensor, right: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
-    """Return G = (`kernel` + penalty)^-1, (N, N) float64, and G `right`."""
+    """Return G = (`kernel` + penalty)^-1, (N, N) float64, and G `right`.
+
+    Raises:
+        UsageError: the penalty is so small that the matrix is singular, up to rounding.
+    """
     shifted = kernel.clone()
     shifted.diagonal().add_(penalty)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    if failed:
+        raise UsageError(
+            f"penalty ({penalty:g}) is too small for {len(kernel)} rows, some of which are alike; try 1e-6"
+        )
+    inverse = torch.cholesky_inverse(factor)
     return inverse, inverse @ right
 
 

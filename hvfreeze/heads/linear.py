@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from hvfreeze.comm.agreement import gather_objects
 from hvfreeze.comm.world import World
 from hvfreeze.data.shards import draw
 from hvfreeze.errors import UsageError
@@ -35,6 +36,7 @@ from hvfreeze.heads.projection import gather_info
 from hvfreeze.heads.requested_sums import RequestedSums
 from hvfreeze.heads.rows import RowInfo, Rows
 from hvfreeze.heads.solution import PenaltyTrial, Solution
+from hvfreeze.imports import import_whole
 from hvfreeze.tasks import Calibration, Classes, MultiLabel, Numbers, Task, doubt
 
 
@@ -199,7 +201,7 @@ def minimise(
     Variables are scaled by the root of the approximate inverse second derivative, so the first step is nearly Newton's.
     """
     # The import takes 0.2 s, and most runs need no linear head.
-    from scipy.optimize import minimize
+    minimize = import_whole("scipy.optimize").minimize
 
     def is_near(point: Point) -> bool:
         gradient = float(_with_penalty(point.gradient, point.weights, penalty).norm())
@@ -433,7 +435,7 @@ def examine(
             answers = Calibration(task.scale()[1], task.scale()[0]).apply(answers)
         mine[0].append(answers)
         mine[1].append(held.info.labels)
-    everyone = world.allgather_object(tuple(torch.cat(part) for part in mine), name="head.examined")
+    everyone = gather_objects(world, tuple(torch.cat(part) for part in mine), name="head.examined")
     if found is None:
         return None
     logits, labels = (torch.cat(parts) for parts in zip(*everyone))

@@ -60,12 +60,12 @@ class Passes:
 
     Attributes:
         whole: whether the model runs as a whole, without a cut.
-        labels: labels of the samples read so far.
-        inputs: inputs of the samples read at the current cut that the part behind the cut uses.
+        labels: labels of the samples read at a cut so far, if their rows may be stored.
+        inputs: their inputs that the part behind the current cut uses.
     """
 
-    def __init__(self, samples: Samples, halves: Halves, *, dtype: torch.dtype | None) -> None:
-        self.whole = True
+    def __init__(self, samples: Samples, halves: Halves, *, dtype: torch.dtype | None, store: bool) -> None:
+        self.whole, self._store = True, store
         self.labels, self.inputs = (Remembered(len(samples), samples.num_views) for _ in range(2))
         self._samples, self._halves, self._dtype = samples, halves, dtype
         self._given: Inputs | None = None
@@ -74,8 +74,10 @@ class Passes:
     def read(self, ids: Ids, views: Ids) -> tuple[Inputs, Any]:
         """Return the inputs and labels of these samples, and store what will be needed behind a cut."""
         inputs, labels = self._samples.load(ids, views)
-        self.labels.put(ids, views, labels)
-        if not self.whole and not self._halves.needs_inputs:
+        # Checked from the first batch on, but not kept while all samples are read anyway: they may be large.
+        self.labels.check(ids, labels)
+        if self._store and not self.whole and not self._halves.needs_inputs:
+            self.labels.put(ids, views, labels)
             self.inputs.put(ids, views, self._halves.kept(inputs))
         return inputs, labels
 
@@ -333,7 +335,7 @@ class CachedLoader:
         """Prepare for the freezer's blocks, which may be found only in the first step."""
         self._chain = self._freezer.chain
         self._halves = halves_of(self._chain)
-        self._passes = Passes(self._samples, self._halves, dtype=self._dtype)
+        self._passes = Passes(self._samples, self._halves, dtype=self._dtype, store=self._store)
         self._activations = PrefixActivations(
             run_blocks=self._passes.run,
             load_images=self._passes.load,

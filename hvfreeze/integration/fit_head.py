@@ -14,11 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
+from hvfreeze.data.shards import split_held_out
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.linear import PENALTIES, fit_linear
 from hvfreeze.heads.multilevel import take
@@ -31,8 +33,8 @@ from hvfreeze.model.traced import call
 from hvfreeze.row_weights import class_weights, find_odd_weight
 from hvfreeze.tasks import TASKS, Classes, Task
 
-HELD_OUT_EVERY = 10
-"""A tenth of the samples chooses the penalty, as in `hvfreeze auto`."""
+HELD_OUT = 0.1
+"""Share of the samples that chooses the penalty, as in `hvfreeze auto`."""
 
 
 def fit_head(
@@ -150,8 +152,8 @@ def weighted_rows(
 ) -> tuple[Task, RowsInMemory]:
     """Return the task with class weights, and the rows of this rank's samples with a weight above 0. Collective.
 
-    A tenth of the samples is held out, see `chosen_apart`. `features` are (N, V, D), for each view of a sample. Weights
-    are those of the class times those of the sample.
+    A tenth of the samples of each class is held out. `features` are (N, V, D), for each view of a sample. Weights are
+    those of the class times those of the sample.
     """
     weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
     if by_class is not None:
@@ -162,19 +164,12 @@ def weighted_rows(
     if not bool(kept.all()):
         features, labels, weights = features[kept], labels[kept], weights[kept]
     samples, views = torch.arange(len(labels)), features.shape[1]
-    held_out = chosen_apart(labels)
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    if len(labels):
+        strata = task.strata(labels).numpy()
+        held_out[split_held_out(strata, np.arange(len(labels)), fraction=HELD_OUT, seed=0)[1]] = True
     columns = (labels, held_out, samples * world.size + world.rank, weights)
     return task, RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
-
-
-def chosen_apart(labels: Tensor) -> Tensor:
-    """Return a mask of a tenth of the samples, (N,), with the same share of each class, in any order of the samples."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    if labels.dim() == 1:
-        order = order[labels[order].argsort(stable=True)]
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    held_out[order[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]] = True
-    return held_out
 
 
 def with_class_weights(

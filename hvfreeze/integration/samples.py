@@ -186,27 +186,33 @@ class Remembered:
         self._views, self._known = num_views, torch.zeros(num_samples * num_views, dtype=torch.bool)
         self._columns: list[Tensor] = []
         self._spec: TreeSpec | None = None
+        self._shapes: list[torch.Size] = []
 
-    def put(self, ids: Ids, views: Ids, values: Any) -> None:
-        """Store the tensors of these rows: (B, ...) in any nesting.
+    def check(self, ids: Ids, values: Any) -> list[Tensor]:
+        """Return the tensors of these samples: (B, ...) in any nesting.
 
         Raises:
             UsageError: some are not tensors, or their shapes differ from those of other batches.
         """
         leaves, spec = tree_flatten(values)
-        rows = self._rows(ids, views)
         if not all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == len(ids) for leaf in leaves):
             raise UsageError("labels and inputs must be tensors with one row per sample; pass split= to select them")
         if self._spec is None:
-            self._spec = spec
-            self._columns = [torch.empty(len(self._known), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
+            self._spec, self._shapes = spec, [leaf.shape[1:] for leaf in leaves]
         if spec != self._spec:
             raise UsageError(
                 f"labels or inputs have the structure {spec}, but {self._spec} in the previous batch; "
                 "pass split= to return the same structure for every batch"
             )
-        if any(column.shape[1:] != leaf.shape[1:] for column, leaf in zip(self._columns, leaves, strict=True)):
+        if any(shape != leaf.shape[1:] for shape, leaf in zip(self._shapes, leaves, strict=True)):
             raise UsageError("labels or inputs have another shape than in the previous batch; pad them to one length")
+        return leaves
+
+    def put(self, ids: Ids, views: Ids, values: Any) -> None:
+        """Store the tensors of these rows; raises like `check`."""
+        leaves, rows = self.check(ids, values), self._rows(ids, views)
+        if not self._columns:
+            self._columns = [torch.empty(len(self._known), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[rows] = leaf
         self._known[rows] = True

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvfreeze.comm.agreement import gather_objects
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.class_shares import majority_of
@@ -185,7 +186,8 @@ def add_metrics(
 
     Rank 0 computes them with samples in the order of their ids, so they do not depend on the sharding.
     """
-    everyone = world.allgather_object({name: list(mine) for name, mine in kept.items()}, name="evaluation.answers")
+    local = {name: list(mine) for name, mine in kept.items()}
+    everyone = gather_objects(world, local, name="evaluation.answers")
     found = {}
     for name, score in scores.items() if world.rank == 0 else ():
         parts = [each for theirs in everyone for each in theirs.get(name, ())]

@@ -167,17 +167,15 @@ class Factory:
 
     def check_held_out(self, head_fit: str) -> None:
         """Raise UsageError if there are too few samples to choose a penalty."""
-        feed = self.context.feed
-        try:
-            feed.held_out(HELD_OUT)
-        except UsageError as error:
-            fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
-            raise UsageError(
-                f"--head-fit ({head_fit}, as in hvfreeze auto) cannot choose a penalty from "
-                f"{plural(feed.plan.samples, 'training sample')}: it holds out a tenth of them, but "
-                f"not the only sample of a class, and here that is none; use {fewest} or more, "
-                f"with two of a class, or --head-fit sgd with another --freeze"
-            ) from error
+        if self.held_out_samples:
+            return
+        fewest = next(count for count in itertools.count() if round(HELD_OUT * count) > 0)
+        raise UsageError(
+            f"--head-fit ({head_fit}, as in hvfreeze auto) cannot choose a penalty from "
+            f"{plural(self.context.feed.plan.samples, 'training sample')}: it holds out a tenth of them, but not the "
+            f"only sample of a class, and here that is none; use {fewest} or more, with two of a class, or --head-fit "
+            "sgd with another --freeze"
+        )
 
     @property
     def held_out_samples(self) -> int:
@@ -216,7 +214,8 @@ class Factory:
         except UsageError:
             return f"{self.blueprint.model.model} does not end in a linear layer with a bias"
         try:
-            is_enough = feed.plan.without(feed.held_out(HELD_OUT)).batches_per_epoch > 0
+            held = feed.held_out(HELD_OUT)
+            is_enough = bool(held.any()) and feed.plan.without(held).batches_per_epoch > 0
         except UsageError:
             is_enough = False
         return "" if is_enough else "the training samples that are not held out do not fill a batch"

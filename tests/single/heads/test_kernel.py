@@ -180,6 +180,12 @@ def test_each_sample_of_few_is_left_out_in_turn_with_all_its_views() -> None:
         torch.testing.assert_close(answers_then[left], anew)
 
 
+def test_a_penalty_that_leaves_the_kernel_of_equal_rows_singular_is_refused() -> None:
+    alike, right = torch.ones(3, 3, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
+    with pytest.raises(UsageError, match=r"penalty \(1e-30\) is too small for 3 rows"):
+        inverted(alike, right, 1e-30)
+
+
 def test_where_the_network_has_seen_the_other_labels_only_held_out_rows_choose() -> None:
     random = torch.Generator().manual_seed(4)
     features, labels = torch.randn(120, 60, generator=random), torch.randint(0, CLASSES, (120,), generator=random)

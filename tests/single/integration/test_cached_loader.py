@@ -261,3 +261,13 @@ def test_a_directory_that_cannot_be_used_is_refused_in_a_scripts_own_words(tmp_p
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(RefusedError, match=r"cannot be used.*choose another with directory="):
         train("a chain of images", "cached", tmp_path / "file", moves={})
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_labels_are_kept_in_memory_only_if_rows_are_stored(store: bool, tmp_path: Path) -> None:
+    loader = DataLoader(images(), batch_size=ROWS)
+    cached = hvfreeze.CachedLoader(loader, still(image_model()), directory=tmp_path, store=store)
+    for _ in range(2):
+        assert [label for _, batch in cached for label in batch.tolist()] == [i % 3 for i in range(SAMPLES)]
+    assert bool(cached._passes.labels._columns) == store
+    cached.close()

@@ -16,8 +16,8 @@ from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.linear import Subset
 from hvfreeze.heads.rows import RowInfo
-from hvfreeze.integration.fit_head import chosen_apart, weighted_rows, with_class_weights
-from hvfreeze.tasks import Classes
+from hvfreeze.integration.fit_head import weighted_rows, with_class_weights
+from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 
 
 def network(outputs: int = 3) -> nn.Module:
@@ -82,12 +82,27 @@ def test_labels_and_numbers_and_class_weights() -> None:
     assert found[0] < found[1], found
 
 
+def held_out_labels(labels: Tensor, task: Task) -> Tensor:
+    """Labels of the samples that choose the penalty."""
+    _, rows = weighted_rows(torch.zeros(len(labels), 1, 1), labels, None, None, task, SoloWorld())
+    return torch.cat([labels[:0], *(chunk.info.labels[chunk.info.held_out] for chunk in rows.chunks())])
+
+
+def test_of_labels_and_numbers_all_kinds_are_held_out_too() -> None:
+    labels = torch.zeros(200, 2)
+    labels[:20, 0] = 1
+    assert held_out_labels(labels, MultiLabel(2)).sum(0).tolist() == [2, 0]
+    numbers = torch.arange(200.0)[:, None]
+    assert (held_out_labels(numbers, Numbers(1)).flatten() // 20).long().bincount().tolist() == [2] * 10
+    assert not len(held_out_labels(numbers[:0], Numbers(1))), "a rank may have no samples"
+
+
 @pytest.mark.parametrize("rows", [300, 1000])
 def test_classes_in_turns_are_fitted_and_held_out_alike(rows: int) -> None:
     labels = torch.arange(rows) % 10
     inputs = torch.eye(10)[labels] + 0.3 * torch.randn(rows, 10, generator=torch.Generator().manual_seed(0))
     for order in (torch.arange(rows), labels.argsort(stable=True)):
-        assert labels[order][chosen_apart(labels[order])].bincount().tolist() == [rows // 100] * 10
+        assert held_out_labels(labels[order], Classes(10)).bincount().tolist() == [rows // 100] * 10
         fit = hvfreeze.fit_head(nn.Linear(10, 10), batches(inputs[order], labels[order]))
         assert fit.chosen is not None and fit.chosen.held_out_accuracy > 0.8 and fit.penalty < 0.5
     # With so few rows the others choose in folds, which have all classes too.

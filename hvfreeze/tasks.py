@@ -509,11 +509,13 @@ class Numbers(Task):
         return found
 
     def columns(self, logits: Tensor, names: Sequence[str], *, top: int) -> dict[str, Any]:
-        """Return each number in its own column."""
-        answered = self.answered(logits)
+        """Return each number in its own column, with six digits of its deviation."""
+        answered, size = self.answered(logits), len(names)
+        scale = zip(self.offset or (0.0,) * size, self.unit or (1.0,) * size, strict=True)
+        digits = [6 + max(0, math.ceil(math.log10(abs(offset / unit) or 1.0))) for offset, unit in scale]
         return {
-            name: float(f"{value:.6g}") if answered else ""
-            for name, value in zip(names, self.in_units(logits.numpy()).tolist(), strict=True)
+            name: float(f"{value:.{count}g}") if answered else ""
+            for name, value, count in zip(names, self.in_units(logits.numpy()).tolist(), digits, strict=True)
         }
 
     def right(self, logits: Tensor, labels: Tensor) -> float:

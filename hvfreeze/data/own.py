@@ -99,7 +99,7 @@ class OwnSplit:
     kind: str
     """The kind of labels, a key of `tasks.TASKS`."""
     labels: Tensor
-    """Labels, (N,) int64 or (N, outputs) float32."""
+    """Labels, (N,) int64 or (N, outputs) float32, of numbers float64."""
     broken: Mapping[int, str]
     """Unreadable samples with the reasons; their labels are placeholders."""
     weights: Tensor | None
@@ -279,7 +279,8 @@ def tensor_of(name: str, split: str, labels: Sequence[Label | None], broken: Map
         whole.append(entries)
     if kind == "classes":
         return torch.tensor([int(entry) for entries in whole for entry in entries], dtype=torch.int64)
-    return torch.tensor(whole, dtype=torch.float32).reshape(-1, width)
+    kept = torch.float64 if kind == "numbers" else torch.float32
+    return torch.tensor(whole, dtype=kept).reshape(-1, width)
 
 
 def sample(name: str, dataset: Any, row: int) -> tuple[Any, Any]:

@@ -146,7 +146,9 @@ class Labels:
                     raise RefusedError(f"{rows.place(row)}: {self.unknown(name)}")
                 found.append(number[name])
             return np.array(found, np.int64)
-        values = np.zeros((len(rows.cells), len(self.names)), np.float32)
+        # Numbers are standardised before they are rounded: the times of a day may be seconds since 1970.
+        kind = np.float64 if self.kind == "numbers" else np.float32
+        values = np.zeros((len(rows.cells), len(self.names)), kind)
         for row, cells in enumerate(rows.cells):
             if self.delimiter is not None:
                 for name in parts_of(cells[0], self.delimiter):

@@ -84,6 +84,26 @@ def test_auto_takes_a_table_and_the_same_from_folders_gives_the_same_model(tmp_p
     assert digests[0] == digests[1]
 
 
+def test_numbers_far_from_zero_are_predicted_as_those_near_it(tmp_path: Path) -> None:
+    table = photos(tmp_path)
+    lines = list(csv.DictReader(table.read_text().splitlines()))
+    found = []
+    for start in (0, 1_700_000_000):  # seconds since 1970, as many as float32 would round to multiples of 128
+        seconds = [f"{line['file']},{start + 10 * row + 0.5},{line['part']}" for row, line in enumerate(lines)]
+        (tmp_path / "times.csv").write_text("\n".join(["image,time,split", *seconds]))
+        run, out = tmp_path / f"run {start}", tmp_path / f"{start}.csv"
+        flags = ["--model", "mlp-16x16", "--threads", "1", "--epochs", "1", "--label-column", "time"]
+        for words in (
+            ("auto", str(tmp_path / "times.csv"), *flags, "--run-dir", str(run)),
+            ("predict", str(run), str(table), "--out", str(out)),
+        ):
+            made = call(*words)
+            assert made.returncode == 0, str(made)
+        found.append([float(row["time"]) - start for row in csv.DictReader(out.read_text().splitlines())])
+    assert np.std(found[0]) > 1
+    np.testing.assert_allclose(found[0], found[1], atol=0.1)
+
+
 def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_path: Path) -> None:
     table = photos(tmp_path)
 

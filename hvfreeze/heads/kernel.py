@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvfreeze.allocator import give_back
+from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
 from hvfreeze.errors import UsageError
 from hvfreeze.heads.conjugate_gradients import Solved, solve
@@ -281,11 +282,15 @@ class Problem:
         some = self.rows.part(FEW)
         part = self.rows.only(some)
         projected = gather_projected(self.projected, self.rows, some, world=self.world)
-        found = None
-        if self.world.rank == 0:
+
+        def choose() -> ClosedForm | None:
+            if self.world.rank != 0:
+                return None
             choosing = part.held_out if trained and bool(part.held_out.any()) else torch.ones_like(part.held_out)
             task = self.measured
-            found = fit_few(projected, part, task, penalties, choosing=choosing, whole=bool(some.all()))
+            return fit_few(projected, part, task, penalties, choosing=choosing, whole=bool(some.all()))
+
+        found = raise_on_all_ranks(self.world, choose, name="head.few")
         found = self.world.broadcast_object(found, name="head.choice")
         assert found is not None, "rank 0's"
         return found

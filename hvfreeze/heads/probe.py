@@ -75,7 +75,8 @@ class Probe:
         seen = self._see(chain)
         held_out = torch.zeros(int((~seen.held).sum()), dtype=torch.bool)
         labels, samples = seen.labels[~seen.held], seen.samples[~seen.held]
-        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, weights=self.task.weights_of(labels, samples))
+        weights = self.task.weights_of(labels, samples)
+        rows = RowsInMemory(seen.last[~seen.held], labels, held_out, samples, weights)
         _, layer = before_last_layer(chain)
         fit = fit_linear(rows, task=self.task, world=self.world, penalties=(PENALTY,))
         assert fit is not None, "a fit without `stop` runs to its end"
@@ -104,10 +105,12 @@ class Probe:
             return
         # BatchNorm needs more than one value.
         batches = [batch for batch in self._fitted(RENEWED) if batch.counted > 1]
-        seen, momenta = sum(batch.counted for batch in batches), [norm.momentum for norm in norms]
+        seen = sum(batch.counted for batch in batches)
         with in_evaluation(chain.model), in_precision(self.precision):
+            # Those of frozen blocks stay in evaluation mode.
+            norms = [norm for norm in norms if norm.train().training]
+            momenta = [norm.momentum for norm in norms]
             for norm in norms if batches else ():
-                norm.train()
                 norm.reset_running_stats()
                 # All batches have equal weights.
                 norm.momentum = None

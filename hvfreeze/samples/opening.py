@@ -25,7 +25,7 @@ from hvfreeze.data.folders import Folders, meant_by
 from hvfreeze.data.images import BrokenImagesError, FileSource, count_odd
 from hvfreeze.data.reading import reading_of
 from hvfreeze.data.tables import columns_of
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import RefusedError, UsageError
 from hvfreeze.inference.normalisation import Normalisation, normalisation_of
 from hvfreeze.row_weights import class_weights, scaled_weights
 from hvfreeze.rules import rule
@@ -33,7 +33,7 @@ from hvfreeze.runs.clock import PhaseClock
 from hvfreeze.samples.node_pixels import notes_on_sharing, read_archive_once, share_pools
 from hvfreeze.strategies.opening import reads_images, replicas_of
 from hvfreeze.tasks import Classes, Numbers, Task
-from hvfreeze.wording import did_you_mean, first_few
+from hvfreeze.wording import did_you_mean, first_few, plural
 
 
 def open_agreed_corpus(
@@ -165,6 +165,7 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
 
     Raises:
         UsageError: a setting does not fit the labels, or names an unknown class.
+        RefusedError: all numbers to learn are equal.
     """
     check_task(config, corpus)
     given, task = parse_class_weights(config.optimizer.class_weights), corpus.task
@@ -176,6 +177,12 @@ def with_task(config: Config, corpus: Corpus) -> Corpus:
         rule(config.run.metric in fitting, "metric", config.run.metric, f"one of {', '.join(fitting)} for {task.kind}")
         task = replace(task, metric=config.run.metric.replace("-", "_"))
     if isinstance(task, Numbers):
+        learned = corpus.train.labels[ids]
+        if bool((learned == learned[:1]).all()):
+            raise RefusedError(
+                f"--data ({config.data.data}): the numbers of all {plural(len(ids), 'training sample')} are equal "
+                f"({learned[0].tolist()}); training needs at least two different ones"
+            )
         task, train = replace(task, huber=config.optimizer.loss == "huber").standardised(corpus.train.labels, ids)
         return with_labels(corpus, task, train, task.from_units(corpus.evaluated.labels))
     if given is None:

@@ -79,7 +79,7 @@ def fine_tune(run: Run, plan: Plan, probed: float) -> Score | None:
         left = run.budget.left() - costs.held_out - costs.probe
         room = left - costs.head_fit
         if room < plan.epoch:
-            if best is not None or plan.has_many:
+            if best is not None or plan.has_many or left <= 0:
                 return best
             # No time for both: after a trial that paid, more steps gain more than a fitted head.
             room = left
@@ -150,7 +150,7 @@ class Plan:
 def plan_run(run: Run) -> Plan:
     """Return the plan of a run; set its budget to the work of --epochs of full fine-tuning."""
     settings, costs, factory = run.settings, run.budget.work, run.job.factory
-    deal, asked = factory.context.feed.plan, settings.optimizer.batch_size
+    deal, asked, accumulate = factory.context.feed.plan, settings.optimizer.batch_size, settings.optimizer.accumulate
     pretrained, samples = settings.model.weights != "none", deal.batches_per_epoch * deal.batch_size
     many = pretrained and deal.samples >= MANY_SAMPLES
     normalises = any(isinstance(module, _BatchNorm) for module in factory.context.chain.model.modules())
@@ -163,22 +163,22 @@ def plan_run(run: Run) -> Plan:
             return asked
         # With many samples, twice the batch at twice the rate (Goyal et al., 2017).
         sizes = [2 * BATCHES[0], *BATCHES] if many else list(BATCHES)
-        cheap = [size for size in sizes if size >= BATCHES[0] or costs.update <= 0.6 * costs.step(size)]
+        cheap = [size for size in sizes if size >= BATCHES[0] or costs.update <= 0.6 * costs.step(accumulate * size)]
         fitting = [size for size in cheap if size <= samples // 2 and steps(size) >= MIN_STEPS]
         return min(fitting[0] if fitting else cheap[-1], max(asked, samples // 2))
 
     def settings_for(work: float, *, warms_up: bool = True) -> Config:
-        batch = batch_for(lambda size: work / costs.step(size))
-        rate = max(1.0, batch / BATCHES[0]) if sgd else 1.0
-        return for_round(fine_tuning, batch, rate=rate, warmup=int(max(0.0, 0.1 * work / costs.step(batch))) * warms_up)
+        batch = batch_for(lambda size: work / costs.step(accumulate * size))
+        rate, steps = max(1.0, batch / BATCHES[0]) if sgd else 1.0, max(0.0, work / costs.step(accumulate * batch))
+        return for_round(fine_tuning, batch, rate=rate, warmup=int(0.1 * steps) * warms_up)
 
     trial_settings = for_trial(fine_tuning, warmup=TRIAL_STEPS // 10)
     trial_batch = trial_settings.optimizer.batch_size
     trial_steps = TRIAL_STEPS if sgd and samples // trial_batch >= TRIAL_STEPS else 2 * TRIAL_STEPS
     trial_steps = max(1, min(trial_steps, 4 * (samples // trial_batch)))
     trial_work = trial_steps * costs.step(trial_batch) + 2 * costs.probe
-    full_batch = batch_for(lambda size: default("epochs") * samples / size)
-    epoch = samples / full_batch * replace(costs, frozen=0.0).step(full_batch)
+    full_batch = batch_for(lambda size: default("epochs") * samples / (accumulate * size))
+    epoch = samples / (accumulate * full_batch) * replace(costs, frozen=0.0).step(accumulate * full_batch)
     # With few samples, a trial longer than an epoch is added to the budget; else it would leave little for the rounds.
     is_extra = pretrained and not many and trial_steps * trial_batch > samples and settings.optimizer.epochs > 1
     run.budget.limit = settings.optimizer.epochs * epoch + is_extra * trial_work
@@ -194,7 +194,7 @@ def plan_run(run: Run) -> Plan:
         trial=trial_settings,
         trial_steps=trial_steps,
         epoch=epoch,
-        first_round=max(FIRST_ROUND_EPOCHS[many] * epoch, FIRST_ROUND_STEPS * costs.step(first_batch)),
+        first_round=max(FIRST_ROUND_EPOCHS[many] * epoch, FIRST_ROUND_STEPS * costs.step(accumulate * first_batch)),
         has_room=factory.can_hold_out() and run.budget.left() >= costs.head_fit + least,
         settings_for=settings_for,
     )

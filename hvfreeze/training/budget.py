@@ -51,8 +51,6 @@ class Work:
     parameters: int = 0
     frozen: float = 0.0
     """Share of the forward pass before the cut, which has no backward pass."""
-    samples: float = 0.0
-    """Number of training samples."""
     evaluated: float = 0.0
     """Number of evaluation samples."""
     held_out: float = 0.0
@@ -174,9 +172,8 @@ class Budget:
         return {"elapsed": self.elapsed(), "begun": self.begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state in a checkpoint, which counts as spent."""
+        """Continue from the state in a checkpoint, which counts as spent, as does the set-up of this process."""
         self._before, self.begun = float(state["elapsed"]), list(state["begun"])
-        self.started = time.monotonic()
         self.recall(self.begun)
 
 
@@ -193,8 +190,8 @@ class Pace:
     deadline: float
     """Deadline in seconds of the run."""
     steps_per_evaluation: float
-    evaluation_seconds: float = 0.0
-    """Seconds of the last evaluation during training."""
+    evaluation_seconds: float
+    """Seconds of the last evaluation during training, before the first one as estimated."""
     _evaluating: float = 0.0
     """Seconds spent in evaluations since the last measurement."""
     _measured: tuple[float, int] | None = None
@@ -221,6 +218,11 @@ class Pace:
         steps, self._plan_at = self.budget.world.broadcast_object((steps, done + wait), name="budget.steps")
         self._measured, self._evaluating = (now, done), 0.0
         return steps
+
+    def allows_evaluation(self) -> bool:
+        """Return True if an evaluation would end before the deadline, at which the last one begins. Collective."""
+        ends = self.budget.elapsed() + self.evaluation_seconds
+        return self.budget.world.broadcast_object(ends <= self.deadline, name="budget.evaluation")
 
     def after_evaluation(self, seconds: float) -> None:
         """Record the seconds of an evaluation during training."""

@@ -52,6 +52,7 @@ from hvfreeze.strategies.base import BuildContext
 from hvfreeze.strategies.opening import rows_evaluated
 from hvfreeze.training.blueprint import Blueprint
 from hvfreeze.training.budget import Budget, Work, time_forward
+from hvfreeze.training.checkpoint import has_begun
 from hvfreeze.training.job import Job
 from hvfreeze.training.journal import Journal
 from hvfreeze.training.parts import Factory
@@ -94,7 +95,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     raise_on_all_ranks(world, lambda: check_trackers(trackers) if world.rank == 0 else None, name="trackers")
     holds_out = config.freeze.auto or config.head.solved
     corpus, identities = open_agreed_corpus(config, world, holds_out=holds_out, clock=set_up)
-    settings, file = to_dict(config), to_file(config)
+    settings, file, requested = to_dict(config), to_file(config), config
     config = replace(config, optimizer=replace(config.optimizer, batch_size=corpus.plan.batch_size))
     blueprint = Blueprint.of(config.model, corpus, image_size=config.data.image_size, head=config.head.head)
     with set_up.within("model"):
@@ -104,6 +105,7 @@ def prepare(config: Config, world: World, *, started: float | None = None) -> Jo
     config, kept = with_pretrained_statistics(config, corpus, chain)
     job = assemble(config, world, directory, blueprint, chain, corpus, started=started, set_up=set_up)
     job.data_identities |= identities
+    job.requested = requested
     # Last, so that a run that fails to start leaves its directory unchanged.
     job.record = raise_on_all_ranks(
         world,
@@ -204,7 +206,8 @@ def assemble(
             )
     flips = None if finding is None else finding.flips
     settings, tested = with_flips(config, flips), sum(batch.counted for batch in evaluation_batches)
-    budget = open_budget(factory, settings, evaluated=tested, started=started)
+    continues = settings.run.resume and world.broadcast_object(has_begun(directory), name="run.begun")
+    budget = open_budget(factory, settings, evaluated=tested, started=started, continues=continues)
     opened = factory.open(first_part(settings))
     shown = chain if config.freeze.auto else opened.chain
     return Job(
@@ -342,8 +345,8 @@ def with_pretrained_statistics(config: Config, corpus: Corpus, chain: Chain) -> 
     return replace(config, freeze=replace(config.freeze, statistics="kept")), [note]
 
 
-def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: float) -> Budget:
-    """Return the budget of the run. Collective.
+def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: float, continues: bool) -> Budget:
+    """Return the budget of the run, which may continue an earlier job. Collective.
 
     Raises:
         UsageError: there are too few samples to fit a head, or the time budget is too short.
@@ -362,7 +365,7 @@ def open_budget(factory: Factory, settings: Config, *, evaluated: int, started: 
         context, precision = factory.context, settings.optimizer.precision
         budget.rate = time_forward(context.chain, context.feed, precision=precision, world=world, seconds=seconds)
     budget.begin()
-    if seconds is not None and not settings.run.resume:
+    if seconds is not None and not continues:
         step = work.step(settings.optimizer.batch_size * settings.optimizer.accumulate)
         least = (work.head_fit, "fitting the head") if settings.head.solved else (step, "a step")
         budget.check(least[0], what=least[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import Config, to_dict
-from hvfreeze.runs.checkpoint_file import Saving, packed
+from hvfreeze.config.tree import to_dict
+from hvfreeze.runs.checkpoint_file import Saving, newest, packed
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS, absolute
 from hvfreeze.training.best_model import link_best
@@ -32,6 +33,11 @@ CHECKPOINTS = "checkpoints"
 def directory_of(job: Job) -> Path:
     """Return the folder of the run's checkpoints."""
     return job.directory / CHECKPOINTS
+
+
+def has_begun(directory: Path) -> bool:
+    """Return True if a run directory has a checkpoint or a finished run."""
+    return newest(directory / CHECKPOINTS) is not None or (directory / "summary.json").exists()
 
 
 def save(job: Job, *, settled: bool, alone: bool = False) -> None:
@@ -111,7 +117,7 @@ SAVED = ("snapshots", "flips", "step", "epochs_done", "epoch_seconds", "best_acc
 def shared_state(job: Job) -> dict[str, Any]:
     """Return the job's state that is equal on all ranks or known only to rank 0, without that of the strategy."""
     return {
-        "run": identity(job.config),
+        "run": identity(job),
         "journal": job.journal.state_dict(),
         "budget": job.budget.state_dict(),
         **{name: getattr(job, name) for name in SAVED},
@@ -136,8 +142,13 @@ def rank_state(job: Job) -> dict[str, Any]:
     }
 
 
-def identity(config: Config) -> dict[str, Any]:
+def identity(job: Job) -> dict[str, Any]:
     """Return the settings that must equal those of a checkpoint, by flag; paths are absolute."""
+    config, requested = job.config, job.requested or job.config
+    # The numbers of epochs and of ranks determine these, and may change.
+    optimizer = replace(config.optimizer, batch_size=requested.optimizer.batch_size)
+    freeze = replace(config.freeze, statistics=requested.freeze.statistics)
+    config = replace(config, optimizer=optimizer, freeze=freeze)
     sections = absolute(to_dict(config)).values()
     return {leaf: value for section in sections for leaf, value in section.items() if leaf not in MAY_CHANGE}
 

@@ -52,6 +52,8 @@ class Job:
     """This replica's share of the evaluation samples."""
     clock: PhaseClock
     logger: RunLogger
+    requested: Config | None = None
+    """The settings before the data and the ranks determined some of them; None if all are the same."""
     flips: str | None = None
     """Horizontal flips, on or off, if the trial decided them."""
     flip_trial: Finding | None = None

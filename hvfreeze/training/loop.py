@@ -91,7 +91,7 @@ def train_epoch(job: Job, epoch: int, pace: Pace | None = None) -> None:
 
 def train_step(job: Job, batches: Sequence[Batch]) -> float:
     """Make one optimizer step and return this rank's loss; leave the run if a signal asked for it. Collective."""
-    job.task.defer_weights(job.part_step + 1 <= UNWEIGHTED * job.opened.steps)
+    defer_class_weights(job, step=job.part_step + 1)
     result = job.strategy.step(batches, rate=rate(job), leave=job.asked_to_leave)
     job.step += 1
     count(job.totals, result.answers, result.losses, job.task)
@@ -100,6 +100,11 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
     if result.leave:
         leave(job)
     return result.loss
+
+
+def defer_class_weights(job: Job, *, step: int) -> None:
+    """Let all classes have the weight 1 in the training loss up to this step of the part, if it is an early one."""
+    job.task.defer_weights(step <= UNWEIGHTED * job.opened.steps)
 
 
 def rate(job: Job) -> float:
@@ -117,7 +122,9 @@ def end_epoch(job: Job, epoch: int, pace: Pace | None, *, is_last: bool) -> None
         job.strategy.settle()
         ends = is_last and job.part_epoch + 1 == job.opened.epochs
         tested: Scores = {}
-        if ends or job.config.run.evaluates(epoch):
+        # A resumed job may evaluate before its first step.
+        defer_class_weights(job, step=job.part_step)
+        if ends or (job.config.run.evaluates(epoch) and (pace is None or pace.allows_evaluation())):
             began = time.monotonic()
             tested = evaluate_now(job)
             follow_best(job, epoch)
@@ -207,7 +214,9 @@ def tested_in_words(job: Job, found: dict[str, Any]) -> str:
 def log_overflow(job: Job, loss: float | None) -> None:
     """Log an evaluation loss of NaN or Inf."""
     if loss is not None and not math.isfinite(loss):
-        job.logger.info("warning: the evaluation loss is NaN or Inf: the model's outputs overflow; use a lower --lr")
+        is_fitted = job.opened.part.settings.head.solved
+        way_out = "use --precision float32, or check the weights" if is_fitted else "use a lower --lr"
+        job.logger.info(f"warning: the evaluation loss is NaN or Inf: the model's outputs overflow; {way_out}")
 
 
 def own_numbers(report: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:

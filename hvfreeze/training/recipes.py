@@ -60,7 +60,7 @@ def planned(job: Job) -> list[Stretch]:
             return [head]
         room = job.budget.left() - job.budget.work.head_fit
         tuned = plan.settings_for(room).optimizer
-        steps = max(1, int(room / job.budget.work.step(tuned.batch_size)))
+        steps = max(1, int(room / job.budget.work.step(tuned.batch_size * tuned.accumulate)))
         samples = deal.batches_per_epoch * deal.batch_size
         per_epoch = tuned.steps_per_epoch(max(1, samples // tuned.batch_size))
         return [Stretch(plan.fine_tuning, steps=steps, steps_per_epoch=per_epoch), head]

@@ -173,7 +173,7 @@ def check_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
             f"the checkpoint {name} was trained on other data ({splits}); restore that "
             f"data, or start from scratch in another --run-dir"
         )
-    current, theirs = identity(job.config), shared.get("run")
+    current, theirs = identity(job), shared.get("run")
     if not isinstance(theirs, dict):
         raise RefusedError(f"the checkpoint {name} does not record its run; start from scratch in another --run-dir")
     theirs = convert(theirs)

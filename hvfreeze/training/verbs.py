@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,8 +108,9 @@ class Run:
                 job.opened.plan(epochs * job.steps_per_epoch)
             pace = None
             if deadline is not None and not (epochs or steps):
-                evaluations = job.config.run.evaluate_every * job.steps_per_epoch
-                pace = Pace(self.budget, deadline, steps_per_evaluation=evaluations)
+                steps_between = job.config.run.evaluate_every * job.steps_per_epoch
+                estimated = table.evaluated / self.budget.rate
+                pace = Pace(self.budget, deadline, steps_per_evaluation=steps_between, evaluation_seconds=estimated)
             finite = True
             try:
                 loop.train_part(job, pace=pace, is_last=not job.config.freeze.auto)
@@ -116,7 +118,6 @@ class Run:
                 if not may_fail:
                     raise
                 finite, job.totals = False, {}
-                job.epochs_done = job.opened.first_epoch + job.opened.epochs
             return vars(FineTuned(job.part_step, job.part_epoch, finite))
 
         if epochs and job.journal.at_last and job.journal.ended[-1].value["epochs"] < epochs:
@@ -186,7 +187,7 @@ class Run:
         """Fit the model's own last layer to a subset of samples; a random one would degrade the blocks below it."""
 
         def make(_: bool) -> None:
-            with self.job.clock.within("optimizer"):
+            with self.job.clock.within("optimizer"), naming_samples(self.job):
                 self._judge(head_fit, fine_tuning).fit_last_layer(self.job.factory.context.chain)
 
         self._do("fit_last_layer", {}, make, work=lambda _: self.budget.work.probe)
@@ -355,6 +356,15 @@ def unpacked(found: Sequence[Any]) -> Score:
     return Score(loss, accuracy, metrics=metrics, decides=decides, thresholds=tuple(thresholds))
 
 
+@contextmanager
+def naming_samples(job: Job) -> Iterator[None]:
+    """Add the names of the samples to an error about their features."""
+    try:
+        yield
+    except FeaturesError as error:
+        raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
+
+
 def fit_opened_head(job: Job, *, is_fine_tuned: bool) -> Solution:
     """Fit the head of the open part; leave the run if a signal asks for it. Collective."""
     sampled, others = job.feed.sampled_views()
@@ -370,10 +380,8 @@ def fit_opened_head(job: Job, *, is_fine_tuned: bool) -> Solution:
 
     totals = Totals()
     terms = FitTerms(job.feed.held_out(HELD_OUT), is_fine_tuned, None if sampled is None else len(sampled))
-    try:
+    with naming_samples(job):
         fit = job.opened.fitted.fit(batches, terms, stop=stop, count=partial(totals.add, task=job.task))
-    except FeaturesError as error:
-        raise NumericsError(f"{error}; these are {job.names(error.samples)}") from error
     if fit is None:
         loop.leave(job)
     assert fit is not None, "leaving raises"

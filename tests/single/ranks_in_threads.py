@@ -43,6 +43,12 @@ class ThreadRank(World):
         found = self.allgather_object(data.clone(), name=name)
         return found if self.rank == 0 else []
 
+    def allgather_rows(self, tensor: Tensor, *, name: str) -> Tensor:
+        return torch.cat(self.allgather_object(tensor, name=name))
+
+    def broadcast_object(self, value: T, *, name: str, root: int = 0) -> T:
+        return self.allgather_object(value, name=name)[root]
+
     def broadcast_(self, tensor: Tensor, *, name: str, root: int = 0) -> None:
         tensor.copy_(self.allgather_object(tensor.clone(), name=name)[root])
 

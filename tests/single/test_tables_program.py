@@ -104,6 +104,14 @@ def test_numbers_far_from_zero_are_predicted_as_those_near_it(tmp_path: Path) ->
     np.testing.assert_allclose(found[0], found[1], atol=0.1)
 
 
+def test_numbers_that_are_all_equal_are_refused(tmp_path: Path) -> None:
+    rows = photos(tmp_path).read_text().replace("dark", "3.5").replace("light", "3.5").splitlines()
+    (tmp_path / "same.csv").write_text("\n".join(["image,time,split", *rows[1:]]))
+    flags = ["--model", "mlp-16x16", "--task", "numbers", "--run-dir", str(tmp_path / "run")]
+    made = call("auto", str(tmp_path / "same.csv"), *flags)
+    refused(made, 3, "the numbers of all 32 training samples are equal ([3.5])")
+
+
 def test_a_table_that_cannot_be_used_is_refused_in_one_line(run_dir: Path, tmp_path: Path) -> None:
     table = photos(tmp_path)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvfreeze.comm.world import SoloWorld
+from hvfreeze.comm.world import SoloWorld, World
 from hvfreeze.data.batches import padded_batches
 from hvfreeze.errors import UsageError
 from hvfreeze.heads import kernel as fitting
@@ -27,6 +28,7 @@ from hvfreeze.heads.solution import Solution
 from hvfreeze.heads.solve import FitTerms, solve
 from hvfreeze.tasks import SCALES, Classes
 from tests.single.heads.table import CLASSES, best_scale, labelled_table
+from tests.single.ranks_in_threads import on_ranks
 
 PLENTY = 2**30
 Table = tuple[Tensor, Tensor, Tensor]
@@ -184,6 +186,18 @@ def test_a_penalty_that_leaves_the_kernel_of_equal_rows_singular_is_refused() ->
     alike, right = torch.ones(3, 3, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
     with pytest.raises(UsageError, match=r"penalty \(1e-30\) is too small for 3 rows"):
         inverted(alike, right, 1e-30)
+
+
+def test_an_error_of_the_closed_form_fit_which_rank_0_makes_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "fit_few", Mock(side_effect=UsageError("penalty (1e-30) is too small")))
+
+    def fit(world: World) -> object:
+        rows = RowsInMemory(*labelled_table(60), first=60 * world.rank)
+        return fit_kernel(rows, task=Classes(CLASSES), world=world, memory_bytes=PLENTY)
+
+    with pytest.raises(UsageError, match="too small") as refusal:
+        on_ranks(2, fit)
+    assert refusal.value.everywhere
 
 
 def test_where_the_network_has_seen_the_other_labels_only_held_out_rows_choose() -> None:

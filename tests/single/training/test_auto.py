@@ -164,12 +164,36 @@ def test_many_samples_have_a_longer_first_round_instead_of_a_trial(samples: int,
         feed=SimpleNamespace(plan=deal), chain=SimpleNamespace(model=torch.nn.Sequential(torch.nn.BatchNorm2d(3)))
     )
     factory = SimpleNamespace(context=context, with_affordable_flips=lambda config: config, can_hold_out=lambda: True)
-    work = Work(forward=1e9, samples=per_rank, rows=per_rank)
+    work = Work(forward=1e9, rows=per_rank)
     budget = SimpleNamespace(work=work, left=lambda: 1e9, limit=0.0)
     run: Any = SimpleNamespace(settings=settings, budget=budget, job=SimpleNamespace(factory=factory))
     plan = module.plan_run(run)
     assert plan.has_trial == (epochs == 3) and plan.has_many == (epochs == 4)
     assert plan.first_round == epochs * plan.epoch and plan.has_room
+
+
+def test_batches_that_are_accumulated_count_as_one_step() -> None:
+    settings = from_dict({"freeze": "auto", "weights": "some.pt", "accumulate": 10})
+    deal = SimpleNamespace(batches_per_epoch=20, batch_size=settings.optimizer.batch_size, samples=4000)
+    norm = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
+    context = SimpleNamespace(feed=SimpleNamespace(plan=deal), chain=SimpleNamespace(model=norm))
+    factory = SimpleNamespace(context=context, with_affordable_flips=lambda config: config, can_hold_out=lambda: True)
+    budget = SimpleNamespace(work=Work(forward=1e9), left=lambda: 1e9, limit=0.0)
+    run: Any = SimpleNamespace(settings=settings, budget=budget, job=SimpleNamespace(factory=factory))
+    plan = module.plan_run(run)
+    tuned = plan.settings_for(plan.first_round).optimizer
+    steps = plan.first_round / budget.work.step(10 * tuned.batch_size)
+    assert steps >= module.FIRST_ROUND_STEPS and tuned.lr_warmup == int(0.1 * steps)
+
+
+def test_with_no_time_left_after_a_trial_that_paid_the_pretrained_blocks_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = decided(FAR, epochs=0.1, monkeypatch=monkeypatch)
+    assert [entry[0] for entry in found] == ["trial", "restore", "fit_head", "finish"] and found[-1] == (
+        "finish",
+        "head",
+    )
 
 
 def test_the_first_round_of_many_samples_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:

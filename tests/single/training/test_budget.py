@@ -52,7 +52,7 @@ def test_seconds_become_work_by_the_measured_rate(clock: Any) -> None:
     again.recall(budget.mark())
     assert (again.left(), again.rate) == (budget.left(), budget.rate)
     clock.now += 5.0
-    assert again.elapsed() == 35.0, "the seconds of the job before count"
+    assert again.elapsed() == 65.0, "the seconds of the job before count, and those of this one with its set-up"
 
 
 def test_the_table_counts_frozen_blocks_updates_and_pairs_of_rows() -> None:
@@ -66,7 +66,7 @@ def test_the_table_counts_frozen_blocks_updates_and_pairs_of_rows() -> None:
 
 def test_steps_end_at_the_deadline_whatever_they_turn_out_to_take(clock: Any) -> None:
     budget = Budget(work=TABLE, world=SoloWorld(), seconds=100.0, started=0.0)
-    pace, planned, made = Pace(budget, 20.0, steps_per_evaluation=1e9), 1000, 0
+    pace, planned, made = Pace(budget, 20.0, steps_per_evaluation=1e9, evaluation_seconds=0.0), 1000, 0
     while made < planned:
         made += 1
         clock.now += 0.1 if made < 50 else 0.2
@@ -76,7 +76,7 @@ def test_steps_end_at_the_deadline_whatever_they_turn_out_to_take(clock: Any) ->
 
 def test_seconds_of_evaluations_are_no_seconds_of_steps(clock: Any) -> None:
     budget = Budget(work=TABLE, world=SoloWorld(), seconds=100.0, started=0.0)
-    pace, planned, made = Pace(budget, 20.0, steps_per_evaluation=10), 1000, 0
+    pace, planned, made = Pace(budget, 20.0, steps_per_evaluation=10, evaluation_seconds=0.0), 1000, 0
     while made < planned:
         made += 1
         clock.now += 0.1
@@ -87,6 +87,15 @@ def test_seconds_of_evaluations_are_no_seconds_of_steps(clock: Any) -> None:
     assert 18.0 < clock.now <= 21.5
 
 
+def test_no_evaluation_begins_that_would_end_after_the_deadline(clock: Any) -> None:
+    budget = Budget(work=TABLE, world=SoloWorld(), seconds=100.0, started=0.0)
+    pace = Pace(budget, 20.0, steps_per_evaluation=10, evaluation_seconds=5.0)
+    clock.now = 15.0
+    assert pace.allows_evaluation()
+    pace.after_evaluation(6.0)
+    assert not pace.allows_evaluation(), "the last one is made at the deadline"
+
+
 def test_a_time_that_is_too_short_is_refused_with_one_that_is_not(clock: Any) -> None:
     budget = Budget(work=TABLE, world=SoloWorld(), seconds=3.0, rate=10.0, started=0.0)
     budget.check(10.0, what="a step")
@@ -94,11 +103,12 @@ def test_a_time_that_is_too_short_is_refused_with_one_that_is_not(clock: Any) ->
         budget.check(100.0, what="a step")
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume"]], ids=["new", "nothing to resume"])
 def test_the_program_refuses_a_time_that_is_too_short_and_leaves_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "reserve_of", lambda seconds: 60.0)
     small = ["--model", "tests.kept.small_model:small", "--train-samples", "60", "--batch-size", "8", "--threads", "1"]
-    told = call("train", *small, "--time-budget", "30s", "--run-dir", str(tmp_path / "run"))
+    told = call("train", *small, "--time-budget", "30s", "--run-dir", str(tmp_path / "run"), *flags)
     assert told.returncode == 2 and "--time-budget (30s) must be at least about" in told.messages[0], str(told)
     assert not (tmp_path / "run").exists()

@@ -34,6 +34,12 @@ def test_with_few_batches_the_pretrained_statistics_are_kept_and_told(weights: l
     assert digest_of(tmp_path / "auto") == digest_of(tmp_path / "kept") != digest_of(tmp_path / "batch")
 
 
+def test_a_run_that_kept_the_statistics_goes_on_with_more_epochs(weights: list[str], tmp_path: Path) -> None:
+    train(tmp_path / "run", *weights)
+    resumed = train(tmp_path / "run", *weights, "--resume", "--epochs", "25")
+    assert "resumed after step 3" in resumed.stdout and summary_of(tmp_path / "run")["steps"] == 25
+
+
 def test_with_enough_batches_or_without_weights_each_batch_has_its_own(weights: list[str], tmp_path: Path) -> None:
     many = ["--batch-size", "3"]
     assert "BatchNorm keeps" not in train(tmp_path / "many", *weights, *many).stdout

@@ -18,10 +18,11 @@ from typing import Any
 from unittest.mock import patch
 
 from analysis.parts.photographs import make_photographs
-from analysis.photographs import NAME, PRESETS, Site, kept, machine, perform, train
+from analysis.photographs import NAME, PRESETS, Site, kept, perform, train
 from analysis.sweeps.kept import commit, publish
 from analysis.sweeps.sweep import WORK
 from hvfreeze.errors import RefusedError
+from hvfreeze.runs.environment import facts_of_this_rank
 
 FOLDER = "/usr/lib/x86_64-linux-gnu"
 JEMALLOC, TCMALLOC = f"{FOLDER}/libjemalloc.so.2", f"{FOLDER}/libtcmalloc_minimal.so.4"
@@ -79,11 +80,10 @@ def main() -> int:
                 except RefusedError as error:
                     print(f"allocators: error: {error}", file=sys.stderr)
                     return error.exit_code
-                lines.append({**run, **found, "commit": commit(), "machine": machine()})
+                lines.append({**run, **found, "commit": commit(), "machine": facts_of_this_rank()["processor"]})
                 publish(options.out, "".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

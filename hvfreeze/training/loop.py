@@ -103,7 +103,7 @@ def train_step(job: Job, batches: Sequence[Batch]) -> float:
 
 
 def defer_class_weights(job: Job, *, step: int) -> None:
-    """Let all classes have the weight 1 in the training loss up to this step of the part, if it is an early one."""
+    """Give all classes the weight 1 in the training loss at this step of the part, if it is an early one."""
     job.task.defer_weights(step <= UNWEIGHTED * job.opened.steps)
 
 

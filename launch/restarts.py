@@ -128,7 +128,10 @@ def answers(host: str) -> bool:
 
 
 def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (`command` on the hosts that answer, the other hosts); unchanged if it names none or none answers."""
+    """Return (`command` on the hosts that answer, the other hosts); unchanged if it names none or none answers.
+
+    The number of ranks stays the same: a command without -np has one rank per slot, so -np is added.
+    """
     hosts = hosts_of(command)
     if not hosts:
         return list(command), []
@@ -139,7 +142,11 @@ def without_dead_hosts(command: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(command), []
     found = value_of(command, ("-np", "-n", "--num-proc"))
     ranks = int(found[1]) if found else sum(hosts.values())
-    return with_hosts(command, spread({host: hosts[host] for host in hosts if host in alive}, ranks)), dead
+    moved = with_hosts(command, spread({host: hosts[host] for host in hosts if host in alive}, ranks))
+    if found is None:
+        place = moved.index("-H")
+        moved[place:place] = ["-np", str(ranks)]
+    return moved, dead
 
 
 def write_line(run_dir: Path, entry: dict[str, Any], *, make: bool = True) -> None:

@@ -57,6 +57,8 @@ hvfreeze_variables() {
         case $name in
             PATH | LD_LIBRARY_PATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHON* | LANG | LC_* | TZ | TMPDIR) echo "$name" ;;
             OMP_* | MKL_* | MALLOC_* | GLIBC_TUNABLES | OMPI_MCA_* | PRTE_MCA_* | UCX_* | HOROVOD_* | HVFREEZE_* | CUDA_VISIBLE_DEVICES) echo "$name" ;;
+            # Caches of weights and names of experiments. Addresses of servers, such as MLFLOW_TRACKING_URI, may hold a password.
+            HF_HOME | HF_HUB_CACHE | HF_HUB_OFFLINE | TORCH_HOME | XDG_CACHE_HOME | WANDB_MODE | WANDB_PROJECT | MLFLOW_EXPERIMENT_NAME) echo "$name" ;;
             *) [[ " ${HVFREEZE_KEEP:-} " != *" $name "* ]] || echo "$name" ;;
         esac
     done

@@ -72,7 +72,7 @@ def name_of(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return runs[0].name
     common = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
-    return re.sub(r"[-_. ]*(seed|s)?[-_. ]*\d*$", "", common) or runs[0].name
+    return re.sub(r"((^|[-_. /]+)(seed|s))?[-_. /]*\d*$", "", common) or runs[0].name
 
 
 def machine(run: Run) -> Hashable:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -324,11 +325,14 @@ def load_runs(directories: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def named_apart(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs, each once; equal names are prefixed with the parent folder."""
-    runs = list({run.directory.resolve(): run for run in runs}.values())
-    names = [run.name for run in runs]
-    longer = [replace(run, name=f"{printable(run.directory.resolve().parent.name)}/{run.name}") for run in runs]
-    return [long if names.count(run.name) > 1 else run for run, long in zip(runs, longer, strict=True)]
+    """Return the runs, each once; equal names are prefixed with parent folders until they differ."""
+    by_place = {run.directory.resolve(): run for run in runs}
+    for depth in range(2, max((len(place.parts) for place in by_place), default=0) + 1):
+        counts = Counter(run.name for run in by_place.values())
+        for place, run in by_place.items():
+            if counts[run.name] > 1:
+                by_place[place] = replace(run, name=printable(str(Path(*place.parts[-depth:]))))
+    return list(by_place.values())
 
 
 def read_bytes(path: Path) -> bytes:

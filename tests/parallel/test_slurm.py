@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with up("local_slurm", "--nodes", "2") as cluster:
+    with up("local_slurm", "--nodes", "2", "--slots", "2") as cluster:
         yield cluster
 
 
@@ -89,3 +89,11 @@ def test_a_job_does_not_carry_the_environment_of_its_submitter(nodes: Nodes, fol
     log = (folder / "log").read_text()
     assert log.count("'HOROVOD_FUSION_THRESHOLD': '0'") == 2, log
     assert "sesame" not in log
+
+
+def test_a_job_has_all_cores_of_its_nodes(nodes: Nodes, folder: Path) -> None:
+    words = [sys.executable, "-c", "import os; print(dict(os.environ))", "--run-dir", str(folder / "run")]
+    job = submit(nodes, folder / "log", str(ROOT / "launch/slurm.sbatch"), *words)
+    wait_for_end(nodes, job)
+    log = (folder / "log").read_text()
+    assert log.count("'SLURM_CPUS_ON_NODE': '2'") == 2, log

@@ -60,6 +60,20 @@ def test_only_what_ranks_need_is_named_to_other_nodes() -> None:
     assert not {"FAKE_API_KEY", "SLURM_JOB_ID", "SSH_AUTH_SOCK", "HOME"} & set(names)
 
 
+# Names that the guides mention, and that hold neither a token nor a password.
+OF_GUIDES = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME", "WANDB_MODE", "WANDB_PROJECT"}
+OF_GUIDES |= {"MLFLOW_EXPERIMENT_NAME", "HVFREEZE_DATA", "HVFREEZE_MAX_MEGAPIXELS", "HOROVOD_CYCLE_TIME"}
+OF_GUIDES |= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"}
+
+
+def test_variables_that_the_guides_name_reach_ranks_and_slurm_jobs() -> None:
+    variables = dict.fromkeys([*OF_GUIDES, "MLFLOW_TRACKING_URI", "WANDB_API_KEY", "HF_TOKEN"], "x")
+    names = bash("hvfreeze_variables", **variables).stdout.split()
+    assert set(names) & set(variables) == OF_GUIDES
+    export = re.search(r"^#SBATCH --export=(.*)$", (LAUNCH / "slurm.sbatch").read_text(), re.MULTILINE)
+    assert export is not None and set(export[1].split(",")) >= OF_GUIDES
+
+
 def test_freed_memory_is_kept_unless_a_user_sets_the_allocator() -> None:
     script = "hvfreeze_settings 1; hvfreeze_variables | grep MALLOC_"
     assert bash(script).stdout.split() == list(SETTINGS)
@@ -292,6 +306,25 @@ def test_ranks_of_dead_hosts_are_spread_over_the_others(
     restarts: ModuleType, hosts: dict[str, int], ranks: int, spread: dict[str, int]
 ) -> None:
     assert restarts.spread(hosts, ranks) == spread
+
+
+@pytest.mark.parametrize(
+    ("given", "moved"),
+    [
+        ("run -H a:1,b:1,c:1,d:1 x", "run -np 4 -H a:2,b:2,c:2 x"),
+        ("run --hostfile FILE x", "run -np 3 -H a:3 x"),
+        ("run -np 3 -H a:1,b:1,d:1 x", "run -np 3 -H a:2,b:2 x"),
+        ("run --num-proc=2 --hosts=a:1,b:2,d:1 x", "run --num-proc=2 -H a:1,b:2 x"),
+        ("run -H a:1,b:1 x", "run -H a:1,b:1 x"),
+    ],
+)
+def test_the_number_of_ranks_is_the_same_without_a_dead_host(
+    restarts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, moved: str
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nd\n")
+    monkeypatch.setattr(restarts, "answers", lambda host: host != "d")
+    command, dead = restarts.without_dead_hosts(given.replace("FILE", str(tmp_path / "hosts")).split())
+    assert (command, dead) == (moved.split(), ["d"] if command != given.split() else [])
 
 
 GOOD_HOSTS = ["a", "node-1.example.org:16", "10.0.0.7:1", "A_b", "9:999999"]

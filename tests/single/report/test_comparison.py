@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hvfreeze.report.comparison import compare, spread
+from hvfreeze.report.comparison import compare, name_of, spread
 from hvfreeze.report.tables import percent, seconds, shown, summary_table
-from hvfreeze.runs.reading import load_runs
+from hvfreeze.runs.reading import load_run, load_runs
 from tests.single.report.run_directories import groups_of, vote, write_run
 
 
@@ -21,6 +22,28 @@ def test_runs_that_differ_in_the_seed_only_are_one_group(tmp_path: Path) -> None
         ["work-seed3"],
     ]
     assert groups[0].name == "work"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        ("digits-1", "digits-2", "digits"),
+        ("photos1", "photos2", "photos"),
+        ("loss_a", "loss_b", "loss"),
+        ("full-s0", "full-s1", "full"),
+        ("full s10", "full s12", "full"),
+        ("full_seed3", "full_seed4", "full"),
+        ("full.seed", "full.seed1", "full"),
+        ("a/full", "a/voted", "a"),
+        ("seed1", "seed2", "seed1"),
+        ("s1-full", "s2-full", "s1-full"),
+    ],
+)
+def test_the_name_of_a_group_loses_a_seed_and_no_other_letter(
+    first: str, second: str, name: str, tmp_path: Path
+) -> None:
+    run = load_run(write_run(tmp_path / "run", accuracies=[0.1]))
+    assert name_of([replace(run, name=first), replace(run, name=second)]) == name
 
 
 @pytest.mark.parametrize(("speed", "saved"), [(1.25, 0.2), (0.5, -1)])

@@ -207,3 +207,5 @@ def test_any_value_that_is_another_is_refused_or_shown(
 def test_runs_of_equal_name_are_told_apart_and_repeated_ones_are_read_once(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / parent / "full", accuracies=[0.1]) for parent in ("a", "b"))
     assert [run.name for run in load_runs([first, second, first])] == ["a/full", "b/full"]
+    third = write_run(tmp_path / "c/a/full", accuracies=[0.1])
+    assert [run.name for run in load_runs([first, second, third])] == [f"{tmp_path.name}/a/full", "b/full", "c/a/full"]

@@ -404,8 +404,8 @@ class PrefixActivations:
     def _chunks_to_sweep(self, store: Store, batches: Sequence[Keys], *, everything: bool) -> list[Keys]:
         """Return the keys of each forward pass, (rows,) of at most a batch, that stores missing rows at `store`.
 
-        None if they would save none of the forward passes of `batches`. The cost of a forward pass is its number of
-        blocks: without a clock, the choice is the same in every run.
+        The list is empty if they would save none of the forward passes of `batches`. The cost of a forward pass is its
+        number of blocks: without a clock, the choice is the same in every run.
         """
         cut = self.cut
         if store.complete or store.waiting or not (everything or batches):

@@ -148,10 +148,11 @@ def _mib(num_bytes: int) -> str:
 
 
 def _is_locked(path: Path) -> bool:
+    """Return True if a job has locked the file, or if another user's lock cannot be opened to find out."""
     with suppress(OSError):
         try:
             check_unlocked(path)
-        except LockedError:
+        except (LockedError, PermissionError):
             return True
     return False
 

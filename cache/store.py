@@ -388,7 +388,8 @@ class Store:
         the new file would be refused forever. Published rows must also be compared before use, which `refresh` starts.
         """
         try:
-            lock = take_lock(self.path.with_name(self.path.name + LOCK_SUFFIX), owner=self._owner)
+            path = self.path.with_name(self.path.name + LOCK_SUFFIX)
+            lock = take_lock(path, owner=self._owner, private=self._private)
         except CacheBusy as busy:
             logger.warning("%s; its rows are computed until the file is complete", busy)
             self.waiting = True

@@ -26,6 +26,11 @@ class HvfreezeError(Exception):
         self.everywhere = True
         return self
 
+    def on_this_rank(self) -> Self:
+        """Return this error, marked as raised by this rank only, which ends the job."""
+        self.everywhere = False
+        return self
+
 
 class UsageError(HvfreezeError):
     """An argument, a setting or the way of starting is invalid."""

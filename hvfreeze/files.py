@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvfreeze.errors import UsageError
 
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+PRIVATE_FOLDER, PRIVATE_FILE, GROUP_FILE = 0o700, 0o600, 0o660
 NOTE_BYTES = 4096
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 """Error numbers of a lock that another process holds."""
@@ -95,8 +95,8 @@ class FileLock:
         held: False if the file system has no locks.
     """
 
-    def __init__(self, path: Path, *, temporary: bool = False) -> None:
-        """Lock `path`; a `temporary` file is removed at the release.
+    def __init__(self, path: Path, *, temporary: bool = False, private: bool = True) -> None:
+        """Lock `path`; a `temporary` file is removed at the release. Without `private`, its group may lock it too.
 
         Raises:
             LockedError: another process holds it.
@@ -105,6 +105,10 @@ class FileLock:
         self._path, self._temporary = path, temporary
         while True:
             self._descriptor = open_own(path, os.O_RDWR)
+            if not private:
+                # The umask may have removed the bits of the group. Only the owner of the file may set them.
+                with suppress(OSError):
+                    os.fchmod(self._descriptor, GROUP_FILE)
             try:
                 self.held = _lock(self._descriptor, fcntl.LOCK_EX)
             except (LockedError, OSError):

@@ -117,14 +117,20 @@ def float_or_nan(text: str) -> float:
         return math.nan
 
 
-def number_list(flag: str, text: str, *, also: str = "") -> list[float]:
+def number_list(flag: str, text: str, *, each: str = "rank", also: str = "") -> list[float]:
     """Return the numbers in `text`, which commas separate.
+
+    Args:
+        flag: name of the flag.
+        text: its value.
+        each: noun for what each number belongs to.
+        also: other values of the flag, for the message.
 
     Raises:
         UsageError: an entry is no number.
     """
     numbers = [float_or_nan(entry) for entry in text.split(",")]
-    wanted = (also + ", or " if also else "") + "numbers separated by commas, one per rank"
+    wanted = (also + ", or " if also else "") + f"numbers separated by commas, one per {each}"
     rule(not any(math.isnan(n) for n in numbers), flag, text, wanted)
     return numbers
 

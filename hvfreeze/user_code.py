@@ -88,7 +88,7 @@ def call(flag: str, text: str, **offered: Any) -> Any:
 def told(error: Exception) -> str:
     """Format an error of user code on one line, with its place in that code, else the place where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    placed = [frame for frame in frames if not _is_installed(frame.filename)] or frames[1:]
+    placed = [frame for frame in frames if not is_installed(frame.filename)] or frames[1:]
     place = f" ({Path(placed[-1].filename).name}, line {placed[-1].lineno})" if placed else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
@@ -171,10 +171,11 @@ def _own_spec(module: str) -> ModuleSpec | None:
 def _is_own(spec: ModuleSpec) -> bool:
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
     paths = [place for place in places if place]
-    return bool(paths) and not any(map(_is_installed, paths))
+    return bool(paths) and not any(map(is_installed, paths))
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Return True if a file is in one of the `INSTALLED` folders."""
     return any(os.path.realpath(path).startswith(folder + os.sep) for folder in INSTALLED)
 
 

@@ -122,18 +122,24 @@ def remove(path: Path, *, only: int | None = None) -> None:
         logger.warning("cache file %s cannot be removed (%s)", path, error.strerror or error)
 
 
-def take_lock(path: Path, *, owner: str) -> FileLock:
-    """Return the lock at `path`, which records its holder.
+def take_lock(path: Path, *, owner: str, private: bool = True) -> FileLock:
+    """Return the lock at `path`, which records its holder. Without `private`, its group may take it later.
 
     Raises:
-        CacheBusy: another process holds it; the message names the process.
+        CacheBusy: another process holds it, or another user owns it and this process may not open it; the message names
+            the process or the user.
         CacheFault: the lock file cannot be created, or the file system has no locks.
     """
     try:
-        lock = FileLock(path, temporary=True)
+        lock = FileLock(path, temporary=True, private=private)
     except LockedError as locked:
         raise CacheBusy(f"another process is writing cache file {path.with_suffix('')}: {locked.holder}") from None
     except OSError as error:
+        # Another user has created the lock, perhaps for that user alone.
+        with contextlib.suppress(OSError):
+            if isinstance(error, PermissionError):
+                holder = f"user {path.lstat().st_uid}"
+                raise CacheBusy(f"another process is writing cache file {path.with_suffix('')}: {holder}") from error
         raise CacheFault(
             f"cache lock {path} cannot be created ({error}); choose another --cache-dir or directory="
         ) from error

@@ -22,6 +22,7 @@ from torch import Tensor
 from hvfreeze.cache.faults import CacheFault, CacheFull
 from hvfreeze.cache.file.disk import FULL, Budget, free_bytes, remove
 from hvfreeze.cache.file.format import (
+    MAX_ROWS,
     NAMES,
     PAYLOAD,
     Keys,
@@ -71,8 +72,14 @@ class FileWriter:
 
         Raises:
             CacheFull: it does not fit; no file is left behind.
-            CacheFault: the directory cannot be written.
+            CacheFault: it has too many rows to be read, or the directory cannot be written.
         """
+        if manifest.capacity > MAX_ROWS:
+            lock.release()
+            raise CacheFault(
+                f"cache file {path} needs {manifest.capacity} rows, more than the maximum of {MAX_ROWS}; use more "
+                "ranks, fewer views or --cache off"
+            )
         self.path, self.manifest = path, manifest
         self.appended = 0
         self._budget, self._replaces, self._lock = budget, replaces, lock

@@ -66,10 +66,11 @@ ROUND_SECONDS = 10.0
 def synchronize_in_rounds(world: World, steps: Iterable[object], *, name: str) -> None:
     """Iterate over `steps`, whose number may differ between ranks, and synchronize every few seconds. Collective.
 
-    If ranks met only at the end, the stall watch would take a rank with many steps for a stopped one.
+    If ranks met only at the end, the stall watch would take a rank with many steps for a stopped one. `steps` may hold
+    no collective. An error of one rank is raised on all, as by `raise_on_all_ranks`.
     """
     left = iter(steps)
-    while any(world.allgather_object(_run_round(left), name=f"rounds.{name}")):
+    while any(gather_results(world, lambda: _run_round(left), name=f"rounds.{name}")):
         pass
 
 
@@ -123,7 +124,7 @@ def check_equal(
         world: all ranks.
         what: the noun for messages.
         local: this rank's values, a tree of dicts.
-        apart: dotted names of leaves that may differ.
+        apart: keys of leaves that may differ, in any part of the tree.
         remedy: the last clause of the message.
 
     Raises:
@@ -140,7 +141,7 @@ def check_equal(
 
 
 def flatten(tree: dict[str, Any], *, apart: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves of a tree of dicts by dotted name, except those in `apart`."""
+    """Return the leaves of a tree of dicts by dotted name, except those whose own key is in `apart`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -61,8 +61,10 @@ class Fp16Compressor:
         """Return the float16 message for the scaled values in `flat`, already divided by the number of ranks."""
         self.values.copy_(flat)
         self._tops.zero_()
-        low, high = torch.aminmax(flat)
-        largest = max(-float(low), float(high)) * self._size if len(flat) else 0.0
+        largest = 0.0
+        if len(flat):
+            low, high = torch.aminmax(flat)
+            largest = max(-float(low), float(high)) * self._size
         exponent = math.frexp(largest)[1] if largest else ALL_ZERO
         self._tops[self._rank] = exponent if math.isfinite(largest) else NOT_FINITE
         return self._wire

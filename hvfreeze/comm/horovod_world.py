@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.mpi_environment import (
     CYCLE_TIME,
     claimed_tasks,
@@ -179,15 +180,19 @@ class HorovodWorld(World):
         """Restart Horovod on all ranks with an environment variable that it reads at initialisation. Collective.
 
         Raises:
-            UsageError: a cycle time is already set. On a restart, Horovod 0.28 keeps values that variables have fixed,
-                and crashes if both the cycle time and fusion (which must be off here) are fixed.
+            UsageError: a cycle time is already set on some rank; on all ranks. On a restart, Horovod 0.28 keeps values
+                that variables have fixed, and crashes if both the cycle time and fusion (which must be off here) are
+                fixed.
         """
-        self.barrier(name="anew")
-        if CYCLE_TIME in os.environ:
-            raise UsageError(
-                f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set, so Horovod cannot be restarted with "
-                f"{variable}={value}; unset it, or set {variable}={value} too"
-            )
+
+        def check() -> None:
+            if CYCLE_TIME in os.environ:
+                raise UsageError(
+                    f"${CYCLE_TIME} ({os.environ[CYCLE_TIME]}) is set, so Horovod cannot be restarted with "
+                    f"{variable}={value}; unset it, or set {variable}={value} too"
+                )
+
+        raise_on_all_ranks(self, check, name="anew")
         with self.watch.waiting("start anew"):
             self._hvd.shutdown()
             os.environ[variable] = value

@@ -47,7 +47,7 @@ class Wire:
         return {lane: self.counts[lane].bytes_sent for lane in (self.counts if lanes is None else lanes)}
 
     def count_on(self, sent: Mapping[str, int]) -> None:
-        """Add to the byte counts those of an earlier part of the run, by lane."""
+        """Set the byte counts to those of an earlier part of the run, by lane."""
         for lane, number in sent.items():
             self.counts[lane].bytes_sent = number
 
@@ -72,13 +72,13 @@ class Wire:
         """Return the next tensor that rank `source` sent on `lane` under the number `seq`; the caller owns it.
 
         Raises:
-            DivergedError: the tensor that came has another number of bytes.
+            DivergedError: the tensor that came has another number of bytes; on this rank only.
         """
         tensor = self._queues[lane, seq].popleft()
         if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
             raise DivergedError(
                 f"lane {lane}: received {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
-            )
+            ).on_this_rank()
         return tensor
 
     def drain(self) -> None:
@@ -151,7 +151,7 @@ class MpiWire(Wire):
         if received != buffer.nbytes:
             raise DivergedError(
                 f"rank {source} sent {received} bytes on lane {lane}, but {buffer.nbytes} were expected"
-            )
+            ).on_this_rank()
         return buffer
 
     def drain(self) -> None:
@@ -179,7 +179,9 @@ class MpiWire(Wire):
             with self._watch.waiting(what):
                 request.Wait(status)
         except self._mpi.Exception as error:
-            raise DivergedError(f"rank {self._rank}, lane {lane}: {error}; ranks expect different tensors") from error
+            raise DivergedError(
+                f"rank {self._rank}, lane {lane}: {error}; ranks expect different tensors"
+            ).on_this_rank() from error
         self.counts[lane].wait_seconds += time.perf_counter() - started
         received: int = status.Get_count(self._mpi.BYTE)
         return received

@@ -102,13 +102,18 @@ class Reducer:
         self._exchange = GradientExchange(self.world, piece_bytes=self.piece_bytes)
 
     def carry(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Exchange the gradients of exactly these parameters from now on; trainable ones must be float32 or float64."""
+        """Exchange the gradients of exactly these parameters from now on; trainable ones must be float32 or float64.
+
+        Parameters that are no longer carried lose their gradients.
+        """
         check_types([(name, parameter) for name, parameter in named_parameters if parameter.requires_grad])
         parse_compression(self.compression)
         for hook in self._hooks:
             hook.remove()
+        kept = {parameter for _, parameter in named_parameters}
         for _, parameter in self.carried:
-            parameter.grad = None
+            if parameter not in kept:
+                parameter.grad = None
         self.carried = [*named_parameters]
         self._exponents = {name: self._exponents[name] for name, _ in self.carried if name in self._exponents}
         self._lay_out()

@@ -22,7 +22,13 @@ def broadcast_model(model: nn.Module, world: World) -> None:
     Raises:
         DivergedError: a rank's model has other parameters or buffers than rank 0's; on all ranks.
     """
-    broadcast_tensors(model.state_dict(), world)
+    broadcast_tensors({**model.state_dict(), **non_persistent_buffers(model)}, world)
+
+
+def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that `state_dict` omits, by name."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 @torch.no_grad()
@@ -50,7 +56,9 @@ def broadcast_tensors(named: Mapping[str, Tensor], world: World) -> None:
         for tensor, part in zip(tensors, packed.split([len(each) for each in bytes_of])):
             # A view as another type must be aligned to its element size, which a slice may not be.
             aligned = part if part.data_ptr() % tensor.element_size() == 0 else part.clone()
-            tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+            # Skip equal values: some buffers cannot be written, such as expanded ones.
+            if not torch.equal(tensor.contiguous().view(-1).view(torch.uint8), part):
+                tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
 
 def parameter_digest(model: nn.Module) -> str:

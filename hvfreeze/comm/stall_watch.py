@@ -9,6 +9,7 @@ one says so.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 from hvfreeze.comm.end_guard import LOOK_SECONDS, MOST_SECONDS, guard_end, is_stopped
 from hvfreeze.comm.mpi_environment import claimed_rank
 from hvfreeze.errors import StallError, UsageError
+from hvfreeze.rules import float_or_nan
 
 STALL_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 USUAL_SECONDS = "600"
@@ -34,13 +36,13 @@ def stall_limit() -> float:
     """Return the seconds for which a rank may wait for others, and set them in the environment; 0 is no limit.
 
     Raises:
-        UsageError: the value in the environment is not a number.
+        UsageError: the value in the environment is not a finite number of at least 0.
     """
     given = os.environ.setdefault(STALL_SECONDS, USUAL_SECONDS)
-    try:
-        return float(given)
-    except ValueError as error:
-        raise UsageError(f"${STALL_SECONDS} ({given}) must be a number of seconds, or 0 for no limit") from error
+    seconds = float_or_nan(given)
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"${STALL_SECONDS} ({given}) must be a finite number of seconds, 0 or more; 0 means no limit")
+    return seconds
 
 
 class StallWatch:

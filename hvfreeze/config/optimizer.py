@@ -60,7 +60,7 @@ def parse_rates(text: str) -> list[float]:
     Raises:
         UsageError: an entry is not a positive number.
     """
-    rates = number_list("head-lr", text)
+    rates = number_list("head-lr", text, each="head")
     rule(all(0 < rate < math.inf for rate in rates), "head-lr", text, "positive numbers separated by commas")
     return rates
 

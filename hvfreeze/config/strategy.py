@@ -114,7 +114,7 @@ class CutConfig(StrategyConfig):
         """Return the blocks at which segments begin, without the first."""
         if self.cut_at is None:
             return []
-        starts = number_list("cut-at", self.cut_at)
+        starts = number_list("cut-at", self.cut_at, each="segment after the first")
         rule(all(start == start // 1 for start in starts), "cut-at", self.cut_at, "whole numbers separated by commas")
         return [int(start) for start in starts]
 

@@ -140,16 +140,16 @@ class MemoryPixels:
     def prefetch(self, batches: Iterable[Ids]) -> None:
         """Do nothing: everything is in memory."""
 
-    def close(self) -> None:
-        """Do nothing: no thread outlives the constructor."""
-
 
 Decoding = tuple[Tensor, list[Future[dict[int, str]]]]
 """A batch's pixels, and its decoding threads' results: the broken samples with the reasons."""
 
 
 class StreamedPixels:
-    """Pixels that are decoded shortly before they are needed, a few batches at a time."""
+    """Pixels that are decoded shortly before they are needed, a few batches at a time.
+
+    The threads end with the object.
+    """
 
     def __init__(self, image_set: ImageSet, *, workers: int) -> None:
         self._image_set = image_set
@@ -191,10 +191,6 @@ class StreamedPixels:
         self._cancel(len(self._started))
         self._plan = deque(batches)
         self._look_ahead()
-
-    def close(self) -> None:
-        """Stop the threads and drop started batches."""
-        self._pool.shutdown(cancel_futures=True)
 
     def _start(self, ids: Ids) -> Decoding:
         pixels = torch.empty((len(ids), *self._image_set.image_shape), dtype=torch.uint8)

@@ -507,11 +507,15 @@ def held_out_rows(task: Task, labels: Tensor, why: str) -> tuple[Ids, Ids, str]:
         RefusedError: there are too few rows.
     """
     total = len(labels)
+    too_few = RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
     if total < 2 * task.outputs:
-        raise RefusedError(f"{why}: {plural(total, 'image')} are too few to hold out a test set; provide a test set")
+        raise too_few
     fraction = max(HELD_OUT, 1 / total)
     strata = task.strata(labels).numpy()
     kept, held = split_held_out(strata, np.arange(total), fraction=fraction, seed=0)
+    if len(held) == 0:
+        # Of up to 10 different numbers, each is a stratum of its own.
+        raise too_few
     each = " of each class" if task.kind == "classes" else ""
     note = f"{why}: a fixed {HELD_OUT:.0%}{each} is the test set, {len(held)} of {total} images"
     return kept, held, note

@@ -6,6 +6,7 @@ those of a table, whose rows have numbers.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,10 +69,24 @@ class HubSplit(HubImages):
         self.sample_weight = None if weights is None else weights[rows]
         self.classes, self.task = labels.names, labels.kind
         self.targets = targets[rows].tolist()
+        self.local_version = version_of(data, column, rows)
 
     def __getitem__(self, row: int) -> tuple[Image.Image, Any]:
         """Return a PIL image and its label."""
         return super().__getitem__(row)[0], self.targets[row]
+
+
+def version_of(data: Any, column: str, rows: Ids) -> str:
+    """Return a digest that changes if an image of a split does, from times of files on this machine; reads no image.
+
+    The library's fingerprint covers images in memory, or the times of the files that they are read from. If images are
+    saved again from equal paths, only the files of the dataset change.
+    """
+    digest = hashlib.sha256(f"{getattr(data, '_fingerprint', '')} {column} ".encode() + rows.tobytes())
+    for path in (Path(each["filename"]) for each in data.cache_files):
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def path_of(name: str) -> Path:

@@ -21,7 +21,6 @@ from PIL import Image
 
 from hvfreeze.data.reading import (
     COLOUR_OF_16_BITS,
-    MODES_OF_16_BITS,
     PNG_TEXTS,
     USUAL,
     WHOLE_SIDE,
@@ -29,6 +28,7 @@ from hvfreeze.data.reading import (
     Reading,
     bits_used,
     fitted,
+    is_16_bit_grey,
     is_reduced,
     open_image,
     read_rgb,
@@ -207,14 +207,13 @@ def oddities(image: Image.Image, turn: Callable[[Image.Image], object]) -> list[
     """
     # Pillow drops this information when it decodes the file.
     coarse = COLOUR_OF_16_BITS.search(str(getattr(image, "tile", ""))) is not None
-    deep = image.mode.startswith(MODES_OF_16_BITS)
     # A JPEG with a second picture is a photograph with a preview.
     several = image.format != "MPO" and getattr(image, "is_animated", False)
     found = {
         TURNED: turn(image) is not None,
         TRANSPARENT: transparency_of(image) is not None,
         FRAMES: several,
-        SCALED: deep and bits_used(np.asarray(image)) < 16,
+        SCALED: is_16_bit_grey(image) and bits_used(np.asarray(image)) < 16,
         COARSE: coarse,
     }
     return [what for what, true in found.items() if true]

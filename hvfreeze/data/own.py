@@ -67,8 +67,8 @@ class DatasetSource:
     def identity(self, *, local: bool) -> str:
         """Return a digest of the code, of `rows_probed`, and of the dataset's `version`.
 
-        With `local`, for cache rows, it depends on the reading if the dataset returns PIL images: the reading may
-        change any of them.
+        With `local`, for cache rows, it also covers the dataset's `local_version`, and the reading if the dataset
+        returns PIL images: the reading may change any of them.
         """
         # A dataset on disk may be moved.
         name = HF if self.name.startswith(HF) else self.name
@@ -82,6 +82,8 @@ class DatasetSource:
                 digest.update(self.decode(row).tobytes())
                 pictures |= isinstance(sample(self.name, self.dataset, row)[0], Image.Image)
         version, background, fit = self.reading.version, self.reading.background, self.reading.fit
+        if local:
+            digest.update(str(getattr(self.dataset, "local_version", "")).encode())
         if local and version > 1 and pictures:
             digest.update(f"reading {version} {background if version > 2 else ''}".rstrip().encode())
         if self.side is not None and fit != "crop":
@@ -148,7 +150,10 @@ def open_own(
     sizes, special = ImageSizes(), {split: Counter[str]() for split in made}
 
     def look(split: str, row: int) -> tuple[Size, str]:
-        rgb = read_image(name, made[split], row, reading=reading, special=special[split])
+        image, label = sample(name, made[split], row)
+        if targets_of(made[split]) is not None:
+            check_target(f"--data ({name}): sample {row} of {split}", label, target=said[split][0][row])
+        rgb = rgb_of(name, row, image, reading=reading, special=special[split])
         return (rgb.height, rgb.width), f"{split} sample {row}"
 
     for split, dataset in made.items():
@@ -200,8 +205,7 @@ def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, st
     Raises:
         RefusedError: a label is neither a number nor a list of numbers.
     """
-    targets = getattr(dataset, "targets", None)
-    known = targets if targets is not None and len(targets) == len(dataset) else None
+    known = targets_of(dataset)
     labels, broken = list[Label | None](), {}
     for row in range(len(dataset)):
         try:
@@ -212,7 +216,7 @@ def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, st
             broken[row] = str(error)
             labels.append(None)
             continue
-        plain = label.tolist() if isinstance(label, (np.generic, np.ndarray, Tensor)) else label
+        plain = plain_of(label)
         if isinstance(plain, (list, tuple)) and plain and all(type(each) in (int, float, bool) for each in plain):
             plain = [float(each) for each in plain]
         elif type(plain) not in (int, float):
@@ -224,6 +228,36 @@ def labels_of(name: str, dataset: Any) -> tuple[list[Label | None], dict[int, st
             raise RefusedError(f"--data ({name}): the label of sample {row} ({label!r}) must be finite")
         labels.append(plain)
     return labels, broken
+
+
+def targets_of(dataset: Any) -> Any | None:
+    """Return the attribute `targets` of a dataset if it has an entry for each sample, else None."""
+    targets = getattr(dataset, "targets", None)
+    return targets if targets is not None and len(targets) == len(dataset) else None
+
+
+def plain_of(label: Any) -> Any:
+    """Return a label without arrays and tensors."""
+    return label.tolist() if isinstance(label, (np.generic, np.ndarray, Tensor)) else label
+
+
+def check_target(place: str, label: Any, *, target: Label | None) -> None:
+    """Compare a sample's label with its entry of `targets`; a label that is no number or list of numbers is ignored.
+
+    Raises:
+        UsageError: they differ by more than rounding to float32.
+    """
+    if (plain := plain_of(label)) is None:
+        return
+    try:
+        found, expected = (np.ravel(np.asarray(each, np.float64)) for each in (plain, target))
+    except (TypeError, ValueError):
+        return
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-6, atol=0):
+        raise UsageError(
+            f"{place} has the label {plain}, but the dataset's attribute targets has {target}; make them equal, or "
+            "return a dataset without targets, whose labels are read from the samples"
+        )
 
 
 def weights_of(name: str, dataset: Any) -> Tensor | None:
@@ -324,15 +358,19 @@ LABEL_KEYS = ("label", "labels", "target", "class", "class_id", "y")
 """Keys of samples that are dictionaries."""
 
 
-def read_image(
-    name: str, dataset: Any, row: int, *, reading: Reading = USUAL, special: Counter[str] | None = None
+def read_image(name: str, dataset: Any, row: int, *, reading: Reading = USUAL) -> Image.Image:
+    """Return a sample's image in RGB; raises like `sample` and `rgb_of`."""
+    return rgb_of(name, row, sample(name, dataset, row)[0], reading=reading)
+
+
+def rgb_of(
+    name: str, row: int, image: Any, *, reading: Reading = USUAL, special: Counter[str] | None = None
 ) -> Image.Image:
-    """Return a sample's image in RGB, and count special conversions in `special`.
+    """Return the image of sample `row` in RGB, and count special conversions in `special`.
 
     Raises:
         RefusedError: it is not an image, is damaged, or its numbers have no known range.
     """
-    image = sample(name, dataset, row)[0]
     try:
         if isinstance(image, Tensor) and image.is_floating_point():
             if not (float(image.min()) >= 0 and float(image.max()) <= 1):

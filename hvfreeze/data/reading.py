@@ -245,7 +245,7 @@ def is_reduced(image: Image.Image, side: int) -> bool:
 
 
 def _in_rgb(image: Image.Image, *, version: int) -> Image.Image:
-    if image.mode.startswith(MODES_OF_16_BITS):
+    if is_16_bit_grey(image):
         # Pillow clips 16-bit grey to 255 instead of scaling it.
         grey = np.asarray(image)
         unused = 8 if version == 1 else max(0, bits_used(grey) - 8)
@@ -256,6 +256,11 @@ def _in_rgb(image: Image.Image, *, version: int) -> Image.Image:
         raise UnknownRangeError(f"pixels of mode {image.mode} have no known range; convert it to 8 bits")
     # For palettes with transparency, Pillow warns about a direct conversion to RGB.
     return (_in_rgba(image) if carries_transparency(image) else image).convert("RGB")
+
+
+def is_16_bit_grey(image: Image.Image) -> bool:
+    """Return True for 16-bit grey. Pillow scales PGM files with a maximum above 255 to 16 bits, in mode I."""
+    return image.mode.startswith(MODES_OF_16_BITS) or (image.mode == "I" and image.format == "PPM")
 
 
 def _in_rgba(image: Image.Image) -> Image.Image:
@@ -288,7 +293,7 @@ def transparency_of(image: Image.Image) -> Image.Image | None:
     return None if lowest == 255 else mask
 
 
-def bits_used(grey: NDArray[np.uint16]) -> int:
+def bits_used(grey: NDArray[np.integer[Any]]) -> int:
     """Return the number of bits of the largest value."""
     return int(grey.max()).bit_length()
 

@@ -7,6 +7,7 @@ owls/1.jpg,owl,train
 from __future__ import annotations
 
 import csv
+import errno
 import math
 import os
 import re
@@ -50,7 +51,8 @@ NONE = "none"
 """Value of --split-column and --weight-column for a table without one."""
 MISSING = ("", "nan")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-WHOLE = re.compile(r"(\d+)(?:\.0*)?")
+WHOLE = re.compile(r"(?:\+(?=\d))?(-?\d+)(?:\.0*)?")
+"""A whole number. Its group has no + and no trailing .0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +136,10 @@ class Labels:
         """Return the labels of rows in the form of `ImageSet.labels`.
 
         Raises:
-            RefusedError: a cell is empty or invalid; names its place.
+            RefusedError: a cell is empty or invalid (names its place), or two of `names` are equal as classes.
         """
-        number = {name: place for place, name in enumerate(self.names)}
+        named = self.kind == "classes" or self.delimiter is not None
+        number = self.number_by_name(rows) if named else {}
         if self.kind == "classes":
             found = []
             for row, (cell,) in enumerate(rows.cells):
@@ -160,6 +163,18 @@ class Labels:
                 refuse_missing(rows, row, column, cell)
                 values[row, column] = self.number_in(cell, rows.place(row, column))
         return values
+
+    def number_by_name(self, rows: Rows) -> dict[str, int]:
+        """Return the index of each name, whose key is its `class_of`. Raises RefusedError if two keys are equal."""
+        number = dict[str, int]()
+        for place, name in enumerate(self.names):
+            first = self.names[number.setdefault(class_of(name), place)]
+            if first != name:
+                raise RefusedError(
+                    f"{rows.table.path}: the names {first!a} and {name!a} are the same class: the form of accents, a + "
+                    "and a trailing .0 do not count; rename one"
+                )
+        return number
 
     def unknown(self, name: str) -> str:
         """Return the refusal of a name that is not among `names`."""
@@ -408,7 +423,7 @@ def labels_in(rows: Rows, columns: Columns) -> Labels:
     if task == "auto":
         numeric = all(map(NUMBER.fullmatch, flat))
         if len(chosen) > 1:
-            kind = "labels" if flat <= {"0", "1", "0.0", "1.0", "true", "false", "True", "False"} else "numbers"
+            kind = "labels" if {class_of(cell).lower() for cell in flat} <= {"0", "1", "true", "false"} else "numbers"
         else:
             kind = "numbers" if numeric and not all(map(WHOLE.fullmatch, flat)) else "classes"
     if kind != "classes":
@@ -441,14 +456,15 @@ def labels_for_model(rows: Rows, columns: Columns, kind: str, names: tuple[str, 
 
 
 def class_of(cell: str) -> str:
-    """Return the name of a class; whole numbers lose a trailing .0."""
+    """Return the name of a class; whole numbers lose a + and a trailing .0."""
     whole = WHOLE.fullmatch(cell)
     return whole[1] if whole else meant_by(cell)
 
 
 def order_of(name: str) -> tuple[int, int, bytes]:
     """Return a sort key: whole numbers by value, then other names by their bytes."""
-    return (0, int(name), b"") if name.isascii() and name.isdigit() else (1, 0, os.fsencode(name))
+    whole = name.isascii() and name.removeprefix("-").isdigit()
+    return (0, int(name), b"") if whole else (1, 0, os.fsencode(name))
 
 
 def parts_of(cell: str, delimiter: str) -> list[str]:
@@ -505,24 +521,22 @@ def listing_of(rows: Rows, root: Path, labels: Labels, weighted: str | None) -> 
 
 
 def files_at(rows: Rows, root: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the size and the modification time of each image. Raises RefusedError for missing files."""
+    """Return the size and the modification time of each image. Raises RefusedError if a file is not accessible."""
     known: dict[str, tuple[int, int]] = {}
-    missing: list[int] = []
+    refused = list[str]()
     for row, path in enumerate(rows.paths):
         if path not in known:
             try:
                 status = os.stat(root / path)
                 known[path] = status.st_size, status.st_mtime_ns
-            except OSError:
+            except (OSError, ValueError) as error:
                 known[path] = 0, 0
-                missing.append(row)
-    if missing:
-        shown = [
-            f"{rows.table.place(rows.numbers[row], rows.chosen.image)}: {root / rows.paths[row]} does not exist"
-            for row in missing
-        ]
+                missing = getattr(error, "errno", None) in (errno.ENOENT, errno.ENOTDIR)
+                why = "does not exist" if missing else f"cannot be read ({getattr(error, 'strerror', None) or error})"
+                refused.append(f"{rows.table.place(rows.numbers[row], rows.chosen.image)}: {root / path} {why}")
+    if refused:
         raise RefusedError(
-            f"{first_few(shown, between='; ')}; paths are relative to --data-dir, by default the folder of the table"
+            f"{first_few(refused, between='; ')}; paths are relative to --data-dir, by default the folder of the table"
         )
     found = np.array([known[path] for path in rows.paths], np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]

@@ -19,6 +19,8 @@ from hvfreeze.errors import RefusedError
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Placeholder for all characters outside the model's vocabulary."""
+PIECE = 2**20
+"""Characters that are encoded at a time, which takes 22 bytes per character."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,10 +95,13 @@ def characters_of(text: str) -> tuple[str, ...]:
 def encode(text: str, characters: tuple[str, ...]) -> PixelArray:
     """Return the code of each character, (len(text),) uint8; `characters` is the result of `characters_of`."""
     known = np.array([ord(character) for character in characters[:-1]], dtype=np.uint32)
-    points = np.frombuffer(text.encode("utf-32-le", errors="replace"), dtype="<u4")
-    places = np.searchsorted(known, points).clip(max=max(0, len(known) - 1))
-    found = known[places] == points if len(known) else np.zeros(len(points), dtype=np.bool_)
-    return np.where(found, places, len(known)).astype(np.uint8)
+    codes = np.empty(len(text), np.uint8)
+    for start in range(0, len(text), PIECE):
+        points = np.frombuffer(text[start : start + PIECE].encode("utf-32-le", errors="replace"), dtype="<u4")
+        places = np.searchsorted(known, points).clip(max=max(0, len(known) - 1))
+        found = known[places] == points if len(known) else np.zeros(len(points), dtype=np.bool_)
+        codes[start : start + len(points)] = np.where(found, places, len(known))
+    return codes
 
 
 class TextSplits(NamedTuple):

@@ -26,38 +26,49 @@ class Seal:
         """Raise DivergedError, on this rank only, if a sealed tensor has been written to."""
         for name, tensor, version in self._sealed:
             if tensor._version != version:
-                error = DivergedError(
+                raise DivergedError(
                     f"frozen {name} changed in step {step}; only trained blocks may change. Call Freezer.thaw "
-                    "before you change a frozen block"
-                )
-                error.everywhere = False
-                raise error
+                    f"before you change a frozen block{'' if isinstance(tensor, nn.Parameter) else BY_ITS_MODULE}"
+                ).on_this_rank()
+
+
+BY_ITS_MODULE = (
+    ". If your code does not change this buffer, its module writes it in evaluation mode too, as a counter or "
+    "FakeQuantize does; pass blocks= so that the module is in the last block, which is never frozen"
+)
 
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
-    """Record the mode for `release`, here and in submodules, and stay in evaluation mode."""
-    self.__dict__["train"].mode = mode
-    for module in self.children():
-        module.train(mode)
+    """Record the mode that the module's own `train(mode)` sets, for `release`, and stay in evaluation mode."""
+    own = getattr(self.__dict__.get("train"), "before", None) or partial(type(self).train, self)
+    release(self)
+    own(mode)
+    hold_in_eval(self)
     return self
 
 
 def hold_in_eval(module: nn.Module) -> None:
-    """Put `module` into evaluation mode and make its `train()` keep it there."""
-    if getattr(module.__dict__.get("train"), "func", None) is not _stay_in_eval:
+    """Put `module` into evaluation mode and make its `train()` keep it there until `release`."""
+    before = module.__dict__.get("train")
+    if getattr(before, "func", None) is not _stay_in_eval:
         # Not a bound method: a pickled model that has one cannot be loaded.
         held: Any = partial(_stay_in_eval, module)
-        held.mode = module.training
+        held.mode, held.before = module.training, before
         module.__dict__["train"] = held
     module.training = False
 
 
 def release(module: nn.Module) -> None:
-    """Undo `hold_in_eval`; the module gets the mode last requested by `train()`, or its mode before if none was."""
-    held = module.__dict__.pop("train", None)
-    if held is not None:
-        # Models pickled by earlier versions have no recorded mode.
-        module.training = getattr(held, "mode", True)
+    """Undo `hold_in_eval`; the module gets the mode that its own `train()` set last, or its mode before."""
+    held = module.__dict__.get("train")
+    if getattr(held, "func", None) is not _stay_in_eval:
+        return
+    del module.__dict__["train"]
+    # Models pickled by earlier versions have recorded neither.
+    before = getattr(held, "before", None)
+    if before is not None:
+        module.__dict__["train"] = before
+    module.training = getattr(held, "mode", True)
 
 
 def hold_still(chain: Chain, cut: int) -> None:
@@ -178,14 +189,15 @@ class FrozenPrefix:
                 kept = self._keeps_statistics and isinstance(module, _BatchNorm)
                 hold_in_eval(module) if frozen or kept else release(module)
             for _, parameter in self.trained(block, block + 1):
-                if frozen and parameter.requires_grad:
-                    self._stopped.add(parameter)
-                    parameter.requires_grad_(False)
-                elif not frozen and parameter in self._stopped:
+                if frozen:
+                    if parameter.requires_grad:
+                        self._stopped.add(parameter)
+                        parameter.requires_grad_(False)
+                    parameter.grad = None
+                elif parameter in self._stopped:
                     self._stopped.remove(parameter)
                     parameter.requires_grad_(True)
                     again.add(parameter)
-                parameter.grad = None
         self._prune()
         give_buffers(self._optimizer, again)
         self.seal()

@@ -26,7 +26,7 @@ from hvfreeze.integration.fit_head import checked, weighted_rows
 from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import report_errors, script_world
 from hvfreeze.model.blocks import cut_into_blocks
-from hvfreeze.model.modes import state_kept
+from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.tasks import TASKS
 
 
@@ -88,8 +88,7 @@ def fit_classifier(
 
     def see() -> tuple[Tensor, Tensor]:
         features, labels = list[Tensor](), list[Tensor]()
-        with state_kept(whole), torch.no_grad():
-            whole.eval()
+        with state_kept(whole), in_evaluation(whole), torch.no_grad():
             for batch in loader:
                 images, truth = split(batch)
                 if not isinstance(images, Tensor):
@@ -99,7 +98,6 @@ def fit_classifier(
                     example = images[:2] if len(images) > 1 else torch.cat([images, images])
                     chain = cut_into_blocks(whole, scheme=blocks, example=example)
                     classes = before_last_layer(chain)[1].out_features if outputs is None else outputs
-                    whole.eval()
                     found.append(
                         MultiLevelClassifier(
                             chain,

@@ -28,7 +28,7 @@ from hvfreeze.heads.rows import RowsInMemory
 from hvfreeze.heads.solution import Solution
 from hvfreeze.integration.samples import Split, inputs_and_labels
 from hvfreeze.integration.script_world import report_errors, script_world
-from hvfreeze.model.modes import state_kept
+from hvfreeze.model.modes import in_evaluation, state_kept
 from hvfreeze.model.traced import call
 from hvfreeze.row_weights import class_weights, find_odd_weight
 from hvfreeze.tasks import TASKS, Classes, Task
@@ -100,8 +100,7 @@ def see(model: nn.Module, loader: Iterable[Any], task: str, split: Split) -> tup
     handles = [module.register_forward_hook(note) for module in linear]
     features, labels = list[Tensor](), list[Tensor]()
     try:
-        with state_kept(model), torch.no_grad():
-            model.eval()
+        with state_kept(model), in_evaluation(model), torch.no_grad():
             for batch in loader:
                 inputs, truth = split(batch)
                 last.clear()

@@ -63,7 +63,8 @@ class FoundBlocks:
             settings: freezing settings.
 
         Raises:
-            UsageError: `blocks` or `example` does not fit the model, or freezing starts before the blocks are known.
+            UsageError: `blocks` or `example` does not fit the model, freezing starts before the blocks are known, or
+                `settings` freezes all that the optimizer trains.
         """
         self._model, self._world, self._freezes = model, world, settings.freeze != "none"
         self._first: FirstPass | None = None
@@ -95,6 +96,12 @@ class FoundBlocks:
         if self.chain.tied:
             self._why = f"the first and the last block share {self.chain.tied[0]}, and the last block is never frozen"
             self.chain = undivided(model)
+        cut = settings.cut or 0
+        if 0 < cut < len(self.chain.blocks) and {p for _, p in self.chain.named_parameters(0, cut)}.issuperset(trained):
+            raise UsageError(
+                f"cut ({cut}) freezes every parameter of the optimizer, so nothing trains; use a smaller cut, or give "
+                "the optimizer the parameters of later blocks too"
+            )
 
     def warn_if_single(self) -> bool:
         """Warn if the model has a single block, so that no block will be frozen; return whether it has."""

@@ -158,8 +158,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps any torch optimizer: averages gradients over ranks, and freezes and thaws front blocks by vote.
 
-    It has the wrapped optimizer's groups, state, state_dict and methods. With one process it is plain PyTorch, bit for
-    bit, until a block is frozen.
+    It has the wrapped optimizer's groups, state, state_dict and methods. With one process, steps are PyTorch's, bit for
+    bit, until a block is frozen. As with several, more than one backward pass per `step` needs
+    `backward_passes_per_step`.
 
     Rank 0 logs the first vote and each change of the cut by the logger `hvfreeze`, and other votes at level DEBUG. If
     the script has configured no logging, lines go to standard error.
@@ -468,7 +469,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return this rank's cut, its history and its observations since the last vote. Not a collective."""
         state = {"freezer": self.freezer.state_dict(), "reducer": self.reducer.state_dict()}
         epoch = self.freezer.cadence.steps_per_epoch
-        where = {"rank": self.world.rank, "size": self.world.size}
+        where = {"rank": self.world.rank, "size": self.world.size, "block_names": self._block_names()}
         return {**where, "blocks": self._blocks.description, "steps_per_epoch": epoch, **state}
 
     def load_freezer_state_dict(self, state: dict[str, Any]) -> None:
@@ -476,17 +477,34 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Exact if every rank loads its own. If all load one rank's, observations since the last vote are dropped.
         Collective: every rank must call this.
+
+        Raises:
+            UsageError: the state was saved with other blocks; on all ranks.
         """
         local = [state["rank"], state["size"]] == [self.world.rank, self.world.size]
         whole = all(self.world.allgather_object(local, name="freezer.load"))
         frozen = state["freezer"]
         if state.get("steps_per_epoch") is not None:
             self.follow_epochs(state["steps_per_epoch"])
-        self._blocks.restore(self.freezer, state.get("blocks"))
-        self.freezer.prefix.refuse(frozen["cut"])
+
+        def take_blocks() -> None:
+            self._blocks.restore(self.freezer, state.get("blocks"))
+            # States of earlier versions have no names.
+            saved, own = state.get("block_names"), self._block_names()
+            if saved not in (None, own):
+                raise UsageError(
+                    f"the freezer's state has the blocks {', '.join(saved)}, but the model has {', '.join(own)}; pass "
+                    "the same blocks= or example= as in the run that saved it, or do not load the freezer's state"
+                )
+            self.freezer.prefix.refuse(frozen["cut"])
+
+        raise_on_all_ranks(self.world, take_blocks, name="freezer.blocks")
         self.freezer.load_state_dict(frozen if whole else Freezer.redealt(frozen, restep=lambda step: step))
         if whole:
             self.reducer.load_state_dict(state["reducer"])
+
+    def _block_names(self) -> list[str]:
+        return [block.name for block in self.freezer.chain.blocks]
 
     def _create_state(self) -> None:
         created = create_state(self._inner, self.world)

@@ -7,7 +7,7 @@ error if it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from hvfreeze.cache.fingerprint import digest_tensors
 from hvfreeze.errors import UsageError
-from hvfreeze.integration.split_model import Halves
+from hvfreeze.integration.split_model import Halves, equal_outputs, seeded, untouched
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.traced import Inputs, TracedChain, call
 from hvfreeze.prefix.splits import prefix_digest
@@ -99,11 +99,11 @@ class SplitForward(Halves):
         numbers there.
         """
         chain = self._chain
-        with _untouched(chain, cut):
-            whole = _seeded(0, lambda: call(chain.model, inputs))
-            first, again = (_seeded(seed, lambda: self.before(inputs, 0, cut, inputs)) for seed in (0, 1))
+        with untouched(chain, cut):
+            whole = seeded(0, lambda: call(chain.model, inputs))
+            first, again = (seeded(seed, lambda: self.before(inputs, 0, cut, inputs)) for seed in (0, 1))
             self._find_fixed(inputs, cut)
-        same = _equal(first, again) and self._gives(whole, first, inputs, cut)
+        same = equal_outputs(first, again) and self._gives(whole, first, inputs, cut)
         if not same:
             name = chain.blocks[cut - 1].name
             raise UsageError(
@@ -119,7 +119,7 @@ class SplitForward(Halves):
         longer = tree_map(lambda leaf: _with_one_more(leaf, rows), inputs)
         # A model may require one batch size and raise any error for another; then all outputs have that size.
         with suppress(Exception):
-            _seeded(0, lambda: self.before(longer, 0, cut, longer))
+            seeded(0, lambda: self.before(longer, 0, cut, longer))
             self._fixed = {name for name, answer in answers.items() if _shapes(answer) == _shapes(self._answers[name])}
         self._answers = answers
 
@@ -132,13 +132,13 @@ class SplitForward(Halves):
     def _gives(self, whole: Any, x: Tensor, inputs: Inputs, cut: int) -> bool:
         version, kept = x._version, x.clone()
         try:
-            with _untouched(self._chain, cut):
-                answer = _seeded(0, lambda: self._behind(x, inputs, cut))
+            with untouched(self._chain, cut):
+                answer = seeded(0, lambda: self._behind(x, inputs, cut))
         except Exception:  # the user's module may fail in any way
             return False
         self._copies = self._copies or x._version != version
         x.copy_(kept)
-        return _equal(whole, answer)
+        return equal_outputs(whole, answer)
 
     def _skip(self, stack: ExitStack, cut: int, x: Any) -> None:
         """Make the parts of the first `cut` blocks return without running, the last of them `x`, (B, ...)."""
@@ -218,22 +218,6 @@ def _nothing_like(leaf: Tensor) -> Tensor:
     return torch.full((), torch.nan, dtype=leaf.dtype).expand(leaf.shape)
 
 
-def _seeded(seed: int, work: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return work()
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return True if two outputs of a model have tensors of equal bits, without NaN or Inf."""
-    first, second = ([leaf for leaf in tree_leaves(_plain(a)) if isinstance(leaf, Tensor)] for a in (one, other))
-    return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-def _plain(answer: Any) -> Any:
-    return dict(answer) if isinstance(answer, Mapping) else answer
-
-
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward pass of `module` inside the context; its hooks run as usual."""
@@ -246,15 +230,3 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = before
-
-
-@contextmanager
-def _untouched(chain: TracedChain, cut: int) -> Iterator[None]:
-    """Restore the buffers behind `cut` after the context; those before it do not change."""
-    before = [(tensor, tensor.clone()) for _, tensor in chain.named_buffers(cut)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)

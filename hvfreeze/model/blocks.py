@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from hvfreeze.model.steps import Call, Layout, Step
 from hvfreeze.user_code import told
 
 Group = tuple[str, tuple[Step, ...]]
+T = TypeVar("T")
 
 
 def group_steps(layout: Layout, *, scheme: str) -> list[Group]:
@@ -264,14 +265,22 @@ class Chain:
         return partial(self.run, start=self._bound(cut), stop=len(self.blocks))
 
     def named_parameters(self, start: int = 0, stop: int | None = None) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of blocks start..stop-1, block by block, named as in `model.named_parameters()`."""
+        """Return the parameters of blocks start..stop-1, block by block, named as in `model.named_parameters()`.
+
+        Raises:
+            UsageError: the model has lost one of them, e.g. by pruning.
+        """
         names = [name for block in self._range(start, stop) for name in block.parameter_names]
-        return [(name, self.model.get_parameter(name)) for name in names]
+        return self._tensors(names, self.model.get_parameter)
 
     def named_buffers(self, start: int = 0, stop: int | None = None) -> list[tuple[str, Tensor]]:
-        """Return the buffers of blocks start..stop-1, block by block, named as in `model.named_buffers()`."""
+        """Return the buffers of blocks start..stop-1, block by block, named as in `model.named_buffers()`.
+
+        Raises:
+            UsageError: the model has lost one of them.
+        """
         names = [name for block in self._range(start, stop) for name in block.buffer_names]
-        return [(name, self.model.get_buffer(name)) for name in names]
+        return self._tensors(names, self.model.get_buffer)
 
     def modules(self, start: int = 0, stop: int | None = None) -> list[nn.Module]:
         """Return every submodule of blocks start..stop-1; a container that runs in several blocks is in none."""
@@ -308,7 +317,9 @@ class Chain:
             try:
                 # The blocks start with the same buffers as the model: a forward pass may change them.
                 with state_kept(model):
-                    expected = model(example.clone())
+                    answer = model(example.clone())
+                    # Classifiers of transformers return a ModelOutput.
+                    expected = getattr(answer, "logits", answer)
                     buffers = {buffer: tensor.clone() for buffer, tensor in model.named_buffers()}
             except Exception as error:  # the user's module may fail in any way
                 if training and isinstance(error, ValueError):  # a BatchNorm with one value per channel
@@ -327,6 +338,19 @@ class Chain:
         reached = _reached(expected) ^ _reached(output)
         odd = [parameter for parameter, tensor in model.named_parameters() if tensor in reached]
         return f"give {odd[0]} a gradient exactly when the forward pass of {name} does" if odd else ""
+
+    def _tensors(self, names: Iterable[str], get: Callable[[str], T]) -> list[tuple[str, T]]:
+        found: list[tuple[str, T]] = []
+        for name in names:
+            try:
+                found.append((name, get(name)))
+            except AttributeError as error:
+                raise UsageError(
+                    f"model ({type(self.model).__name__}) no longer has {name}, e.g. because the script has pruned or "
+                    "re-parametrised it. Do so before DistributedOptimizer; or call optimizer.freezer.thaw(0), change "
+                    "the model, and wrap the inner optimizer again: DistributedOptimizer(inner, model=model)"
+                ) from error
+        return found
 
     def _range(self, start: int, stop: int | None) -> tuple[Block, ...]:
         return self.blocks[self._bound(start) : self._bound(len(self.blocks) if stop is None else stop)]

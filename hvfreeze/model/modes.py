@@ -12,12 +12,15 @@ from torch import nn
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the mode of every module of `model` afterwards."""
-    modes = {module: module.training for module in model.modules()}
+    # The `train` of a frozen module holds the mode that the script has asked for.
+    modes = [(module, module.training, module.__dict__.get("train")) for module in model.modules()]
     try:
         yield
     finally:
-        for module, mode in modes.items():
+        for module, mode, train in modes:
             module.training = mode
+            if train is not None:
+                module.__dict__["train"] = train
 
 
 @contextmanager
@@ -49,6 +52,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, before in gradients:
             parameter.grad = before
-        with torch.no_grad():
-            for held, name, buffer, value in buffers:
-                held[name] = buffer.copy_(value)
+        for held, name, buffer, value in buffers:
+            # Through `data`, because a write would count as a change of a frozen buffer.
+            buffer.data.copy_(value)
+            held[name] = buffer

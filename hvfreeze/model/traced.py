@@ -24,6 +24,7 @@ from hvfreeze.model.blocks import (
 )
 from hvfreeze.model.families import layout_of
 from hvfreeze.model.modes import in_evaluation
+from hvfreeze.model.steps import Layout
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """A batch of a model's inputs: a tensor, a tuple for `model(*inputs)` or a dict for `model(**inputs)`."""
@@ -421,7 +422,7 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
         UsageError: the model cannot be divided like this; see `cut_into_blocks` and `blocks_of`.
     """
     blocks = _scheme_of(blocks)
-    layout = layout_of(model) if _has_layout(model) else None
+    layout = _known_layout(model)
     if layout is not None and layout.verified:
         return cut_into_blocks(model, scheme=blocks or "stage")
     if layout is not None and isinstance(example, Tensor):
@@ -437,7 +438,8 @@ def in_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, ex
 
 def knows_its_order(model: nn.Module) -> bool:
     """Return True if the model's class determines the order of calls, so that no trace is needed."""
-    return _has_layout(model) and layout_of(model).verified
+    layout = _known_layout(model)
+    return layout is not None and layout.verified
 
 
 def _scheme_of(blocks: str | Sequence[str] | None) -> str | None:
@@ -448,6 +450,9 @@ def _scheme_of(blocks: str | Sequence[str] | None) -> str | None:
     return ",".join(blocks)
 
 
-def _has_layout(model: nn.Module) -> bool:
-    """Return True if `layout_of` knows the model; it refuses auxiliary heads of torchvision classifiers."""
-    return any(True for child in model.children() for _ in child.parameters())
+def _known_layout(model: nn.Module) -> Layout | None:
+    """Return the layout of `model`; None if it has none, e.g. because of auxiliary heads."""
+    try:
+        return layout_of(model)
+    except UsageError:
+        return None

@@ -114,7 +114,7 @@ class PrefixTrial:
     seconds: float
     """Seconds of a forward pass."""
     row_elements: int
-    """Shape of the output for a sample."""
+    """Number of elements of the output for a sample."""
     dtype: torch.dtype
     """Type of the output."""
 

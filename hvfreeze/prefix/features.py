@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -159,15 +159,22 @@ class Features:
         Collective.
         """
         if self.planner is not None:
-            self._agree_on_failure()
-            if self._declined and self._fingerprint is not None and self.activations.failed is None:
-                self._consider(self.planner, self.cut, self._fingerprint, again=True)
-            self._announce(batches)
+            self._prepare(self.planner, batches)
             self._sweep()
         announce(self.images, batches)
 
+    def beginning_epoch(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """Do as `begin_epoch` on a rank that decides alone, and yield after each forward pass. Not a collective.
+
+        The caller must exhaust the iterator.
+        """
+        if self.planner is not None:
+            self._prepare(self.planner, batches)
+            yield from self.activations.sweeping()
+        announce(self.images, batches)
+
     def expect(self, batches: Sequence[Batch]) -> None:
-        """Prefetch these batches, in order, in addition to those announced for the epoch. Not a collective."""
+        """Prefetch these batches, in order, instead of those announced before. Not a collective."""
         self._announce(batches)
         announce(self.images, batches)
 
@@ -198,6 +205,13 @@ class Features:
     def close(self) -> None:
         """Publish the cached rows and close all files."""
         self.activations.close()
+
+    def _prepare(self, planner: Planner, batches: Sequence[Batch]) -> None:
+        """Announce an epoch's batches, after deciding again at a cut whose rows are not stored. Collective."""
+        self._agree_on_failure()
+        if self._declined and self._fingerprint is not None and self.activations.failed is None:
+            self._consider(planner, self.cut, self._fingerprint, again=True)
+        self._announce(batches)
 
     def _announce(self, batches: Sequence[Batch]) -> None:
         self.activations.announce([(batch.ids, batch.views) for batch in batches])

@@ -212,6 +212,7 @@ class Strategy(OpenModel, Protocol):
             leave: this rank was asked to leave after this step.
 
         Raises:
-            NumericsError: NaN or Inf in a loss or gradient on some rank; raised on all ranks, before the update.
+            NumericsError: NaN or Inf in a loss or gradient on some rank, before the update; on all ranks, or only on
+                that rank if ranks train alone in rounds.
             DivergedError: ranks that must be equal differ.
         """

@@ -45,7 +45,6 @@ from hvfreeze.strategies.build_parts import (
 )
 from hvfreeze.strategies.compression_choice import CompressionChoice, open_compression_choice
 from hvfreeze.strategies.whole_replicas import WholeReplicas
-from hvfreeze.wording import plural
 
 
 def open_data_parallel(context: BuildContext, config: Config) -> DataParallel:
@@ -202,7 +201,7 @@ class DataParallel(WholeReplicas):
     def state_dict(self) -> State:
         """Return the model and optimizer, equal on all ranks, and this rank's statistics and accumulators."""
         shared = {
-            "model": self.chain.model.state_dict(),
+            **self._model_state(),
             "optimizer": self.optimizer.state_dict(),
             "exchange": {} if self.compression is None else self.compression.state_dict(),
             "bytes": [self.reducer.payload_bytes, self.reducer.other_bytes],
@@ -219,7 +218,7 @@ class DataParallel(WholeReplicas):
         self._began = False
         # The freezer first: it takes frozen parameters out of the optimizer, whose state then fits.
         self.freezer.load_state_dict(state.own["freezer"])
-        self.chain.model.load_state_dict(state.shared["model"])
+        self._load_model(state.shared)
         self.optimizer.load_state_dict(state.shared["optimizer"])
         kept, statistics = state.own["statistics"], self._statistics()
         if len(kept) < len(statistics):
@@ -261,7 +260,8 @@ class DataParallel(WholeReplicas):
     def _stop_unless_finite(self, signals: Signals) -> None:
         """Raise NumericsError on all ranks in the same step if a loss or an averaged gradient is NaN or Inf."""
         if signals.nonfinite:
-            what = f"the loss is NaN or Inf on {signals.nonfinite} of {plural(self.world.size, 'rank')}"
+            where = f" on {signals.nonfinite} of {self.world.size} ranks" if self.world.size > 1 else ""
+            what = f"the loss is NaN or Inf{where}"
         elif not self.reducer.gradients_are_finite():
             what = "the gradients contain NaN or Inf"
         else:

@@ -127,13 +127,12 @@ class FittedHead(WholeReplicas):
 
     def state_dict(self) -> State:
         """Return the model, which is equal on all ranks."""
-        model = self.chain.model.state_dict()
-        return State({"model": model, "summary": self._summary, "bytes": self._exchanged_bytes}, {})
+        return State({**self._model_state(), "summary": self._summary, "bytes": self._exchanged_bytes}, {})
 
     def load_state_dict(self, state: State) -> None:
         """Load a state of the same rank."""
         self._began = False
-        self.chain.model.load_state_dict(state.shared["model"])
+        self._load_model(state.shared)
         self._summary, self._exchanged_bytes = state.shared["summary"], state.shared["bytes"]
 
     def repartitioned(

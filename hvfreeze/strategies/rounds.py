@@ -24,10 +24,7 @@ from hvfreeze.strategies.data_parallel import DataParallel
 
 @dataclass(eq=False, kw_only=True)
 class RoundStrategy:
-    """The common part of strategies whose ranks train alone in rounds; see `Strategy`.
-
-    A rank with NaN or Inf trains no more, and waits for the end of the round.
-    """
+    """The common part of strategies whose ranks train alone in rounds; see `Strategy`."""
 
     replica: DataParallel
     """This rank's replica, in a separate world."""
@@ -41,8 +38,6 @@ class RoundStrategy:
     done: int = 0
     """Steps made in the current round, which may extend over the end of an epoch."""
     signal_bytes: int = 0
-    _broken: str = ""
-    """The reason why this rank trains no more, or ""."""
 
     @property
     def cut(self) -> int:
@@ -63,18 +58,19 @@ class RoundStrategy:
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:
         """Make a step on this rank alone; all ranks synchronize at the beginning and end of a round.
 
-        Collective at these steps. At the end of a round, ranks also learn whether one was asked to leave, or met NaN or
-        Inf.
+        Collective at these steps. At the end of a round, ranks also learn whether one was asked to leave.
+
+        Raises:
+            NumericsError: NaN or Inf in a loss or gradient; before the update, on this rank only.
         """
         self._continue_alone()
         self.done += 1
-        result = StepResult({}, {}, leave=False)
-        if not self._broken:
-            try:
-                result = self._step_alone(batches, rate=rate)
-            except NumericsError as error:
-                self._broken = str(error)
-        self._count(batches, result)
+        try:
+            result = self._step_alone(batches, rate=rate)
+        except NumericsError as error:
+            # The other ranks would learn of it only at the end of the round, so this rank ends the job.
+            error.on_this_rank()
+            raise
         if self.done < self.local_steps:
             return result
         with self.replica.clock.within("allreduce"):
@@ -112,27 +108,15 @@ class RoundStrategy:
         """Make a step; raise NumericsError, before the update, on this rank only."""
         raise NotImplementedError
 
-    def _count(self, batches: Sequence[Batch], result: StepResult) -> None:
-        """Count a step, including one that a rank with NaN or Inf did not make."""
-
     def _synchronize(self) -> None:
         """Combine the results of a round. Collective."""
         raise NotImplementedError
 
-    def _meet(self, *, leave: bool = False) -> bool:
-        """Return True if some rank was asked to leave. Collective.
-
-        Raises:
-            NumericsError: a rank trains no more; on all ranks.
-        """
-        signals = torch.tensor([leave, bool(self._broken)], dtype=torch.int32)
-        self.signal_bytes += signals.nbytes if self.world.size > 1 else 0
-        leaves, broken = self.world.allreduce_sum(signals, name="round.signals").tolist()
-        if broken:
-            reasons = self.world.allgather_object(self._broken, name="round.broken")
-            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-            raise NumericsError(f"rank {rank}: {reason}")
-        return bool(leaves)
+    def _meet(self, *, leave: bool) -> bool:
+        """Return True if some rank was asked to leave. Collective."""
+        signal = torch.tensor([leave], dtype=torch.int32)
+        self.signal_bytes += signal.nbytes if self.world.size > 1 else 0
+        return bool(self.world.allreduce_sum(signal, name="round.signals"))
 
     def _position(self) -> dict[str, int]:
         """Return the position in the rounds for a checkpoint; equal on all ranks."""

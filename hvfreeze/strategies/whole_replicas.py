@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from hvfreeze.allocator import give_back
-from hvfreeze.comm.replica_sync import check_replicas
+from hvfreeze.comm.replica_sync import check_replicas, non_persistent_buffers
 from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.prefix.features import Features, Halves
@@ -66,6 +67,19 @@ class WholeReplicas:
         """Publish cached rows and close all files."""
         self.training.close()
         self.evaluation.close()
+
+    def _model_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the model for a checkpoint: its state_dict, and the buffers that this omits."""
+        model = self.chain.model
+        return {"model": model.state_dict(), "buffers": non_persistent_buffers(model)}
+
+    def _load_model(self, shared: Mapping[str, Any]) -> None:
+        """Load `_model_state`."""
+        model = self.chain.model
+        model.load_state_dict(shared["model"])
+        # Checkpoints of earlier versions have none. The shape may have changed in training.
+        for name, saved in shared.get("buffers", {}).items():
+            model.get_buffer(name).data = saved.clone()
 
     def _cuts(self) -> Sequence[int]:
         """Return the cuts so far, the current one last."""

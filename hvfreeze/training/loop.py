@@ -58,7 +58,7 @@ def train_part(job: Job, *, pace: Pace | None = None, is_last: bool) -> None:
         is_last: whether the run ends afterwards; then the last epoch is evaluated.
 
     Raises:
-        NumericsError: a loss or gradient is NaN or Inf on some rank; raised on all ranks in the same step.
+        NumericsError: a loss or gradient is NaN or Inf on some rank; see `Strategy.step`.
         DivergedError: replicas are not equal.
         Preempted: the job was asked to leave and has written a checkpoint.
     """

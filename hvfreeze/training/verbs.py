@@ -90,7 +90,7 @@ class Run:
             may_fail: whether NaN or Inf end the verb instead of the run.
 
         Raises:
-            NumericsError: a loss or gradient is NaN or Inf, unless `may_fail`; on all ranks.
+            NumericsError: a loss or gradient is NaN or Inf, unless `may_fail`; see `Strategy.step`.
         """
         part, job = Part(settings, holds_out), self.job
         fixed = {} if epochs else {**self._named(settings), "steps": steps, "work": work, "zeroed": zeroes_last_layer}

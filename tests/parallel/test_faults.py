@@ -149,6 +149,16 @@ def of(strategy: str, folder: Path, *more: str) -> list[str]:
     return ["train", *NEIGHBOURS, *own, "--strategy", strategy, "--run-dir", str(folder), *more]
 
 
+def test_a_rank_with_numbers_that_are_not_finite_ends_the_job_in_the_middle_of_a_round(tmp_path: Path) -> None:
+    # The round has more steps than the run, and the other rank never comes to its end.
+    arguments = ["1:3:loss,0:3:spin", *of("local-sgd", tmp_path / "run", "--local-steps", "9")]
+    result = mpirun(2, FAULTY, timeout=100, args=arguments, every_rank_reports=False)
+    assert result.returncode == 5, str(result)
+    said = only_message(result)
+    assert "error: rank 1: step 3: the loss is NaN or Inf; the model was not updated" in said, str(result)
+    assert checkpoints(tmp_path / "run", size=2) == [2]
+
+
 @pytest.mark.seldom
 @pytest.mark.parametrize("strategy", ["shared-trunk"])
 def test_where_ranks_wait_for_neighbours_one_that_does_not_come_ends_the_job(strategy: str, tmp_path: Path) -> None:

@@ -74,13 +74,18 @@ def open_grid(context: BuildContext, config: Config) -> Grid:
             for number in {*rows, settings.batch_size}
         }
     introduce(context, facts, segments, boundaries[settings.batch_size])
-    if facts.repartitions and GridConfig.of(config).cut_by not in ("params", "count"):
-        context.say(
-            "grid: with --redeal on, parts are cut by times measured at each start, and the last digits of results "
-            "depend on the cuts: a repeated or resumed run may differ; --cut-by params or count makes runs "
-            "repeatable"
-        )
     keeps = raise_on_all_ranks(world, lambda: keeps_rows(config, facts, world), name="grid.rows")
+    ways: dict[str, str] = {}
+    if GridConfig.of(config).cut_by not in ("params", "count"):
+        ways["the cuts"] = "--cut-by params or count"
+    if keeps and facts.cache == "auto":
+        ways["the cache"] = "--cache on or off"
+    if facts.repartitions and ways:
+        context.say(
+            f"grid: with --redeal on, measured times determine {' and '.join(ways)}, and the last digits of results "
+            f"depend on them: a repeated or resumed run may differ; use {' and '.join(ways.values())} for "
+            "repeatable runs"
+        )
     wire = open_wire(world, [*LANES, EVALUATION, REMOTE_ROWS, MOVING])
 
     def train(place: Place, segment: Segment) -> Freezer:

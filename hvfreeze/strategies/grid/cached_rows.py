@@ -25,7 +25,7 @@ from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
 from hvfreeze.data.decoding import Inputs
 from hvfreeze.data.shards import Ids
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import HvfreezeError, UsageError
 from hvfreeze.model.blocks import Chain
 from hvfreeze.model.segments import Segment
 from hvfreeze.prefix.cache_decision import CostInputs
@@ -161,9 +161,15 @@ def keeps_rows(config: Config, facts: GridFacts, world: World) -> bool:
     Raises:
         UsageError: settings do not fit each other.
     """
-    settings, rows = config.cache, config.optimizer.batch_size
+    settings, rows, freeze = config.cache, config.optimizer.batch_size, config.freeze.freeze
     if settings.cache == "off" or not config.data.cacheable():
         return False
+    if facts.parts > 1 and settings.cache_dtype != "native" and freeze not in ("none", "static"):
+        raise UsageError(
+            f"--cache-dtype ({settings.cache_dtype}) must be native with --freeze {freeze} and --parts {facts.parts}, "
+            "because rows are rounded after each cut, and an earlier cut may be on another rank; use native, "
+            "--freeze static or --parts 1"
+        )
     if facts.repartitions and world.local_size < world.size and not settings.cache_shared:
         raise UsageError(
             "--redeal (on) on several nodes needs --cache-shared or --cache off, because ranks read rows that "
@@ -214,7 +220,8 @@ class CachedRows:
         """Prepare for these batches or micro-batches of this rank's pipeline; return lines for the user. Collective.
 
         Raises:
-            CacheFault: the cache failed, and --cache-failure is `stop`; on all ranks.
+            CacheFault: the cache failed, and --cache-failure is `stop`; on all ranks, or with several replicas on one
+                rank, which ends the job.
         """
         self.depth, self.reader, self._cached = 0, 0, frozenset()
         mesh, partitioning, cut = self.stage.mesh, self.stage.partitioning, self.stage.freezer.cut
@@ -239,8 +246,15 @@ class CachedRows:
                 with remote.served():
                     self._follow(remote).begin_epoch(batches)
 
-        # `work` has collectives among readers only, which fail on all readers; other ranks get the error at the end.
-        raise_on_all_ranks(world, work, name=f"grid.cache.{self.name}")
+        if mesh.replicas == 1:
+            raise_on_all_ranks(world, work, name=f"grid.cache.{self.name}")
+        else:
+            # `work` has collectives among readers, so after an error of one reader the others would wait in them.
+            try:
+                work()
+            except HvfreezeError as error:
+                error.on_this_rank()
+                raise
         gathered = world.allgather_object((self._found(batches), list(self._lines)), name=f"grid.cached.{self.name}")
         found, lines = gathered[mesh.rank_of(reader)][0], gathered[mesh.rank_of(reader, replica=0)][1]
         readers = [mesh.rank_of(reader, replica=replica) for replica in range(mesh.replicas)]

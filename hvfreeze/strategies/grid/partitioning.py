@@ -308,7 +308,7 @@ class LocalStage:
 
     @property
     def epochs_at_cut(self) -> int:
-        """Whole epochs trained since the last change of the cut, by steps, so that the result depends on no clock."""
+        """Whole epochs trained since the last change of the cut, counted in steps; no clock is read."""
         cadence, moved = self.freezer.cadence, self.freezer.cut_history[-1].step
         return cadence.epoch(self.freezer.step) - math.ceil(cadence.epochs_in(moved))
 

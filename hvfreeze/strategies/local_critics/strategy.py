@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hvfreeze.cache.fingerprint import digest_tensors
-from hvfreeze.comm.agreement import raise_on_all_ranks
+from hvfreeze.comm.agreement import synchronize_in_rounds
 from hvfreeze.data.batches import Batch
 from hvfreeze.errors import NumericsError, RefusedError
 from hvfreeze.freezing.frozen_prefix import Seal
@@ -105,16 +105,17 @@ class LocalCritics(SplitStrategy):
         else:
             self.counts.begin()
 
-        def begin() -> None:
+        def begin() -> Iterator[None]:
             if self.features is None:
                 return
             if not self._began:
                 # Not earlier: only now the run directory exists and the model has its initial state.
                 for features in self.features:
                     features.move((self.cut,))
-            self.features[0 if training else 1].begin_epoch(batches)
+            yield from self.features[0 if training else 1].beginning_epoch(batches)
 
-        raise_on_all_ranks(self.world, begin, name="critics.epoch")
+        # The first rank may have many rows to compute, and the others none.
+        synchronize_in_rounds(self.world, begin(), name="critics.epoch")
         self._began = True
 
     def step(self, batches: Sequence[Batch], *, rate: float, leave: bool) -> StepResult:

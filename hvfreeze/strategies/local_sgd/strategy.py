@@ -88,9 +88,10 @@ class LocalSgd(RoundStrategy):
     def load_state_dict(self, state: State) -> None:
         """Load a state of the same rank."""
         shared, own = state
-        # The model has the statistics of frozen blocks.
+        # The statistics of frozen blocks are in the shared model. These are the tensors that it is loaded into, not
+        # copies, so the replica keeps what it has loaded.
         frozen = [tensor for pair in running_statistics(self.replica.chain.modules(0, self.cut)) for tensor in pair]
-        inner = {**own, "statistics": [*(tensor.clone() for tensor in frozen), *own["statistics"]]}
+        inner = {**own, "statistics": [*frozen, *own["statistics"]]}
         self.replica.load_state_dict(State({**shared, "optimizer": own["optimizer"]}, inner))
         self._kept = []
         with torch.no_grad():
@@ -163,7 +164,6 @@ class LocalSgd(RoundStrategy):
         """
         if self._kept:
             return
-        self._meet()
         self._kept = [tensor.detach().clone() for tensor in self._moving()]
         if self.done:
             parts, means = LANES

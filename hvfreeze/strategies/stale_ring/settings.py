@@ -52,8 +52,8 @@ class StaleRingConfig(CutConfig):
             UsageError: --parts does not fit the number of ranks.
         """
         parts = ranks + 1 if self.parts is None else self.parts
-        start = plural(max(1, parts - 1), "rank")
-        why = f"the first and the last module share a rank; start {start}, or leave --parts out"
+        start = f"start {plural(parts - 1, 'rank')}, or " if parts > 1 else ""
+        why = f"the first and the last module share a rank; {start}leave --parts out"
         rule(parts == ranks + 1, "parts", parts, f"one more than the number of ranks ({ranks})", why)
         return parts
 

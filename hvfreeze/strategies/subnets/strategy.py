@@ -304,10 +304,6 @@ class Subnets(RoundStrategy):
                 self.exchange.deal(self._dealt)
             self.piece.begin()
 
-    def _count(self, batches: Sequence[Batch], result: StepResult) -> None:
-        self._batches, self._statistics = list(batches), None
-        self.replica.freezer.after_step(result.loss)
-
     def _synchronize(self) -> None:
         assert self._dealt is not None, "a round begins with a deal"
         self.exchange.give_back(self._dealt, lane=RETURNED)
@@ -338,6 +334,8 @@ class Subnets(RoundStrategy):
         clock.enter("optimizer")
         self.piece.update.make(rate)
         clock.enter("data")
+        self._batches, self._statistics = list(batches), None
+        self.replica.freezer.after_step(value)
         answers = {MODEL: Answers(joined(logits_of), joined([batch.labels for batch in batches]))}
         return StepResult(losses={MODEL: value}, answers=answers, leave=False)
 
@@ -346,7 +344,6 @@ class Subnets(RoundStrategy):
         if self._shown:
             return
         self.replica.take_place()
-        self._meet()
         if self._dealt is not None:
             self.exchange.give_back(self._dealt, lane=SEEN)
         self.exchange.assemble_whole()

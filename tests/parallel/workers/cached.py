@@ -54,7 +54,7 @@ def check_a_cached_run_is_the_uncached_run(world: World, folder: Path) -> None:
         assert summary["cache"]["exact"] is True and summary["cache"]["rows_read"] > 0, f"{name}: {summary}"
     steps = (
         *("cache.failed.{}", "verdict.cache.look.{}", "verdict.cache.measure.{}", "cache.plan.head"),
-        *("verdict.cache.begin.{}", "rounds.cache.{}"),
+        *("verdict.cache.begin.{}", "verdict.rounds.cache.{}"),
     )
     # A message for each thing to agree on.
     assert set(map(tuple, sent)) == {tuple(step.format(split) for step in steps) for split in ("train", "test")}, sent

@@ -14,8 +14,7 @@ from torch import Tensor
 from hvfreeze.comm.world import World
 from hvfreeze.config.tree import Config
 from hvfreeze.data.batches import Batch
-from hvfreeze.errors import NumericsError, Preempted
-from hvfreeze.strategies.data_parallel import DataParallel
+from hvfreeze.errors import Preempted
 from hvfreeze.training import loop
 from hvfreeze.training.job import Job
 from hvfreeze.training.run import run
@@ -118,27 +117,6 @@ def killed(config: Config, world: World, *, after: int) -> None:
         except Preempted:
             return
     raise AssertionError("the run was not ended")
-
-
-def check_all_ranks_learn_of_numbers_that_are_not_finite(trial: Trial) -> None:
-    make_step, last = DataParallel.step, trial.world.size - 1
-    calls = [0]
-
-    def step(self: DataParallel, batches: Sequence[Batch], *, rate: float, leave: bool) -> Any:
-        calls[0] += 1
-        if trial.world.rank == last and calls[0] == 2:
-            raise NumericsError("step 1: the loss is NaN or Inf")
-        return make_step(self, batches, rate=rate, leave=leave)
-
-    with patch.object(DataParallel, "step", step):
-        try:
-            run(trial.config("broken", local_steps=3), trial.world)
-        except NumericsError as error:
-            assert error.everywhere and str(error) == f"rank {last}: step 1: the loss is NaN or Inf"
-            # The broken one makes no more steps, the others end the round.
-            assert calls[0] == (2 if trial.world.rank == last else 3)
-        else:
-            raise AssertionError("nobody noticed")
 
 
 setting = Trial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -187,3 +188,15 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, *, read_rate: float = math.inf, w
 
     monkeypatch.setattr(MappedRows, "read", slow_read)
     monkeypatch.setattr(os, "pwrite", slow_write)
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse to open locks, as the kernel does for those of another user; the superuser, who may test, opens any."""
+    open_file = os.open
+
+    def refuse(path: Any, *how: Any, **more: Any) -> int:
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_file(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", refuse)

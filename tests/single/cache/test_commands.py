@@ -13,7 +13,15 @@ import pytest
 from hvfreeze.cache.commands import ls, rm, verify
 from hvfreeze.cache.file.reader import directory_bytes
 from hvfreeze.errors import RefusedError, UsageError
-from tests.single.cache.material import fill, make_fingerprint, make_keys, make_rows, open_store, write_file
+from tests.single.cache.material import (
+    fill,
+    make_fingerprint,
+    make_keys,
+    make_rows,
+    open_store,
+    refuse_locks,
+    write_file,
+)
 
 
 def make_directory(directory: Path) -> list[Path]:
@@ -91,6 +99,19 @@ def test_rm_leaves_what_is_being_built(tmp_path: Path, capsys: pytest.CaptureFix
     fill(store, keys, make_rows(40))
     store.close()
     assert rm(tmp_path) == 0 and not store.path.exists()
+
+
+def test_rm_leaves_what_a_user_builds_whose_lock_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = make_keys(40)
+    store = open_store(tmp_path, keys)
+    fill(store, keys[:16], make_rows(40)[:16])
+    there = sorted(tmp_path.iterdir())
+    refuse_locks(monkeypatch)
+    assert ls(tmp_path) == 0 and "being built" in capsys.readouterr().out
+    assert rm(tmp_path) == 3 and sorted(tmp_path.iterdir()) == there
+    assert capsys.readouterr().out.count("kept: a job is writing it") == len(there) == 2
 
 
 def test_a_directory_that_is_absent_or_a_link_is_a_usage_error(tmp_path: Path) -> None:

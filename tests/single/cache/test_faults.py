@@ -149,3 +149,15 @@ def test_discarding_gives_back_disk_and_budget_and_rows_stay_readable(tmp_path: 
     store.discard()
     assert list(tmp_path.iterdir()) == [] and budget.used_bytes == 0
     assert place is not None and torch.equal(store.read_at(place), rows[:BATCH_ROWS])
+
+
+def test_a_file_with_more_rows_than_a_reader_accepts_is_refused_before_it_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvfreeze.cache.file.writer.MAX_ROWS", 39)
+    budget, keys = Budget(), make_keys(40)
+    store = open_store(tmp_path, keys, budget=budget)
+    with pytest.raises(CacheFault, match=r"needs 40 rows, more than the maximum of 39; use more ranks"):
+        fill(store, keys, make_rows(40))
+    assert list(tmp_path.iterdir()) == [] and budget.used_bytes == 0
+    assert write_file(tmp_path, num_rows=39).exists()

@@ -17,7 +17,7 @@ from hvfreeze.cache.faults import CacheFault
 from hvfreeze.cache.file.disk import prepare_directory
 from hvfreeze.cache.file.reader import MappedRows
 from hvfreeze.files import check_unlocked
-from tests.single.cache.material import fill, make_keys, make_rows, open_store, read, write_file
+from tests.single.cache.material import fill, make_keys, make_rows, open_store, read, refuse_locks, write_file
 
 KEYS, ROWS = make_keys(40), make_rows(40)
 
@@ -82,6 +82,30 @@ def test_no_link_is_followed(what: str, tmp_path: Path) -> None:
         store.close()
         assert not store.path.is_symlink() and open_store(tmp_path / "cache", KEYS).complete
     assert precious.read_text() == "do not touch"
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_lock_is_for_its_group_only_in_a_shared_cache(private: bool, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        store = open_store(tmp_path, KEYS, private=private)
+        fill(store, KEYS[:16], ROWS[:16])
+    finally:
+        os.umask(before)
+    (lock,) = tmp_path.glob("*.lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == (0o600 if private else 0o660)
+
+
+def test_a_lock_of_another_user_that_cannot_be_opened_is_a_busy_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, KEYS, private=False)
+    refuse_locks(monkeypatch)
+    with pytest.raises(CacheFault, match=r"cannot be created .*Permission denied"):
+        fill(store, KEYS, ROWS)
+    store.path.with_name(f"{store.path.name}.lock").write_text("")
+    assert fill(store, KEYS, ROWS) == 0 and store.waiting
+    assert f"another process is writing cache file {store.path}: user {os.geteuid()}" in caplog.text
 
 
 def test_a_file_system_without_locks_is_no_busy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

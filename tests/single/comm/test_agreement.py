@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from hvfreeze.comm import agreement
 from hvfreeze.comm.world import World
+from hvfreeze.errors import RefusedError
 from tests.single.ranks_in_threads import on_ranks
 
 
@@ -23,7 +25,7 @@ def test_a_rank_with_less_to_do_meets_the_others_between_their_steps(
         met: list[int] = []
         gather = world.allgather_object
 
-        def counted(value: bool, *, name: str) -> list[bool]:
+        def counted(value: Any, *, name: str) -> list[Any]:
             met.append(len(done))
             return gather(value, name=name)
 
@@ -48,9 +50,23 @@ def test_ranks_do_not_meet_after_every_step(monkeypatch: pytest.MonkeyPatch) -> 
     names: list[str] = []
 
     class Counted(World):
-        def allgather_object(self, value: bool, *, name: str) -> list[bool]:  # type: ignore[override]
+        def allgather_object(self, value: Any, *, name: str) -> list[Any]:
             names.append(name)
             return [value]
 
     agreement.synchronize_in_rounds(Counted(), range(100), name="test")
-    assert names == ["rounds.test"]
+    assert names == ["verdict.rounds.test"]
+
+
+def test_an_error_between_two_meetings_is_raised_on_all_ranks() -> None:
+    def work(world: World) -> None:
+        def steps() -> Iterator[None]:
+            yield
+            if world.rank == 1:
+                raise RefusedError("the disk is full")
+
+        with pytest.raises(RefusedError, match=r"^rank 1: the disk is full") as refused:
+            agreement.synchronize_in_rounds(world, steps(), name="test")
+        assert refused.value.everywhere
+
+    on_ranks(2, work)

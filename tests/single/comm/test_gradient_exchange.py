@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hvfreeze.comm.gradient_exchange import GradientExchange
+from hvfreeze.comm.gradient_exchange import Fp16Compressor, GradientExchange
 from hvfreeze.comm.low_rank import LowRankBucket
 from hvfreeze.comm.world import SoloWorld
 
@@ -51,3 +51,9 @@ def test_waiting_for_the_last_first_sum_is_filled_with_what_has_arrived() -> Non
         "g1, waited for g2.left.0",
         "g2, waited for g1.right.0",
     ], "each once, the first while the last's P was on its way"
+
+
+def test_a_bucket_without_elements_fits_float16() -> None:
+    half = Fp16Compressor(0, ["empty"], rank=0, size=1, exponents={})
+    assert half.next_scale() > 0.0
+    assert len(half.filled_from(torch.empty(0))) == 1 and not half.misfitted()

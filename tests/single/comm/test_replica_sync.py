@@ -10,6 +10,7 @@ from torch import nn
 
 from hvfreeze.comm.replica_sync import (
     average_running_statistics,
+    broadcast_model,
     check_buffers,
     check_replicas,
     other_buffers,
@@ -92,3 +93,13 @@ def test_a_buffer_is_compared_between_ranks_that_hold_it(held: bool) -> None:
             on_ranks(2, check)
     else:
         on_ranks(2, check)
+
+
+def test_buffers_that_a_state_dict_omits_are_made_equal() -> None:
+    models = copies()
+    for rank, model in enumerate(models):
+        model.register_buffer("scale", torch.full((2,), float(rank)), persistent=False)
+        # It cannot be written to, but is equal.
+        model.register_buffer("rows", torch.ones(1).expand(3), persistent=False)
+    on_ranks(2, lambda world: broadcast_model(models[world.rank], world))
+    assert models[1].get_buffer("scale").tolist() == [0.0, 0.0]

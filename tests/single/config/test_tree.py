@@ -66,6 +66,19 @@ def test_a_grid_is_as_large_as_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"head_lr": "0.1,x"}, "head"),
+        ({"strategy": "grid", "cut_by": "given", "cut_at": "2,x"}, "segment after the first"),
+        ({"shard_sizes": "1,x"}, "rank"),
+    ],
+)
+def test_a_list_that_has_words_is_refused_with_what_each_number_is_for(settings: dict[str, str], each: str) -> None:
+    with pytest.raises(UsageError, match=f"must be numbers separated by commas, one per {each}$"):
+        read(**settings)
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         # Values are written as on the command line.

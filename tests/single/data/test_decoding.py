@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,10 @@ IMAGE_BYTES = 3 * 8 * 8
 def _no_thread_is_left() -> Iterator[None]:
     before = threading.active_count()
     yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("decode"):
+            thread.join()
     assert threading.active_count() <= before
 
 
@@ -81,8 +86,6 @@ def test_streamed_pixels_are_those_in_memory_bit_for_bit(images: ImageSet, worke
             assert (fetched.shape, fetched.dtype) == ((16, 3, 8, 8), torch.uint8)
             assert torch.equal(fetched, memory.fetch(batch))
             np.testing.assert_array_equal(fetched[3].numpy(), images.decode(int(batch[3])))
-    stream.close()
-    memory.close()
 
 
 def test_memory_holds_the_ranks_samples_only_and_tells_when_asked_for_others(images: ImageSet) -> None:
@@ -124,7 +127,6 @@ def test_announced_batches_are_decoded_a_few_ahead_and_each_once(
     for number, place in enumerate(fetched, start=1):
         stream.fetch(batches[place])
         assert len(stream._started) == min(pixels_module._BATCHES_AHEAD, len(fetched) - number)
-    stream.close()
     skipped = set(np.concatenate(batches[4:8])) if fetched[0] else set()
     assert not skipped & set(counted.decoded)
     if not skipped:
@@ -143,7 +145,6 @@ def test_batches_outside_the_hint_or_behind_it_are_decoded_all_the_same(images: 
     stream.prefetch(batches_of(1))
     for ids in (batches_of(1)[0], batches[0]):
         assert torch.equal(stream.fetch(ids), memory.fetch(ids))
-    stream.close()
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -163,4 +164,3 @@ def test_a_corrupt_image_is_named_at_load_in_memory_and_at_its_fetch_when_stream
     stream.fetch(good)
     with pytest.raises(RefusedError, match=expected):
         stream.fetch(bad)
-    stream.close()

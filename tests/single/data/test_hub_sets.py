@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from hvfreeze.data.data_sets import DataSplits, open_data
+from hvfreeze.data.sizes import rows_probed
 from hvfreeze.data.tables import Columns
 from hvfreeze.errors import RefusedError, UsageError
 from tests.program import save_photos
@@ -55,6 +57,30 @@ def test_a_saved_data_set_is_read_by_its_features(tmp_path: Path) -> None:
     assert "the split validation serves as the test set" in splits.notes
     again = opened(name)
     assert again.train.identity() == splits.train.identity()
+
+
+def test_a_change_of_any_image_or_file_gives_cached_rows_another_identity(tmp_path: Path) -> None:
+    labels = [0, 1] * 50
+    unseen = min({*range(100)} - {*rows_probed(100)})
+    sources = []
+    for changed in (0, 1):
+        pictures = [Image.new("RGB", (2, 2), (row, 9, 9 + changed * (row == unseen))) for row in range(100)]
+        features = F.Features({"picture": F.Image(), "label": Classes})
+        data = F.Dataset.from_dict({"picture": pictures, "label": labels}, features=features)
+        name = saved(tmp_path / str(changed), train=data, test=data)
+        for path in Path(name.removeprefix("hf:")).rglob("*.arrow"):
+            os.utime(path, ns=(0, 0))
+        sources.append(opened(name).train.source)
+    first, second = sources
+    assert first.identity(local=False) == second.identity(local=False)
+    assert first.identity(local=True) != second.identity(local=True)
+    again = opened(name).train.source
+    assert again.identity(local=True) == second.identity(local=True)
+    for path in (tmp_path / "1").rglob("*.arrow"):
+        os.utime(path, ns=(0, 1))
+    saved_again = opened(name).train.source
+    assert saved_again.identity(local=True) != second.identity(local=True)
+    assert saved_again.identity(local=False) == second.identity(local=False)
 
 
 def test_without_a_test_split_a_tenth_is_held_out(tmp_path: Path) -> None:
@@ -120,6 +146,17 @@ def test_a_column_has_the_weights_of_training_samples(tmp_path: Path) -> None:
     assert opened(name, weight="none").train.weights is None
     with pytest.raises(UsageError, match=r"--weight-column \(trust\) is not a column of .* train, which has picture"):
         opened(name, weight="trust")
+
+
+def test_names_are_equal_whatever_the_form_of_their_accents(tmp_path: Path) -> None:
+    decomposed = F.ClassLabel(names=["bu\u0308ffel", "cat"])
+    name = saved(tmp_path / "a", train=split([1, 0], decomposed), test=split([0], decomposed))
+    assert opened(name).train.labels.tolist() == [1, 0]
+    twice = F.ClassLabel(names=["bu\u0308ffel", "b\u00fcffel"])
+    name = saved(tmp_path / "b", train=split([1, 0], twice), test=split([0], twice))
+    told = r"train: the names .bu.u0308ffel. and .b.xfcffel. are the same class: .*; rename one"
+    with pytest.raises(RefusedError, match=told):
+        opened(name)
 
 
 def test_images_of_several_sizes_become_squares(tmp_path: Path) -> None:

@@ -76,6 +76,33 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
     assert opened(make).train.labels.tolist() == [0, 1] * 150 and made[0].read == MOST_PROBED
 
 
+@pytest.mark.parametrize(
+    ("labels", "targets", "equal"),
+    [
+        ([0, 1] * 3, [0.0, 1.0] * 3, True),
+        (torch.tensor([0.1, 1.0] * 3), [0.1, 1.0] * 3, True),
+        ([[0], [1]] * 3, [0, 1] * 3, True),
+        ([[0, 1], [1, 0]] * 3, torch.tensor([[0, 1], [1, 0]] * 3), True),
+        (["owl", "cat"] * 3, [0, 1] * 3, True),
+        ([0, 1, 0, 2, 0, 1], [0, 1] * 3, False),
+        ([[0, 1], [1, 0]] * 3, [0, 1] * 3, False),
+        ([0.5, 1.5] * 3, [0.5, 1.25] * 3, False),
+    ],
+)
+def test_targets_that_differ_from_the_labels_of_samples_are_refused(
+    opened: Callable[..., DataSplits], labels: Any, targets: Any, equal: bool
+) -> None:
+    def make(split: str) -> Listed:
+        return Listed(PIXELS, labels, targets=targets)
+
+    if equal:
+        assert len(opened(make).train) == 6
+        return
+    told = r"make\): sample \d of train has the label .*, but .* targets has .*; make them equal"
+    with pytest.raises(UsageError, match=told):
+        opened(make, skip_bad=True)
+
+
 def test_an_attribute_has_sample_weights(opened: Callable[..., DataSplits]) -> None:
     for given in ([2, 1, 0, 1, 1, 1], torch.tensor([2.0, 1, 0, 1, 1, 1]), np.array([2, 1, 0, 1, 1, 1])):
         found = opened(lambda split, given=given: Listed(PIXELS, [0, 1] * 3, sample_weight=given))

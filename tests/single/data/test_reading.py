@@ -110,7 +110,7 @@ def test_damaged_exif_data_says_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "unused"), [(65535, 8), (2049, 4), (1000, 2), (255, 0)])
-@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
 def test_grey_of_16_bits_is_scaled_by_the_bits_that_the_image_uses(
     tmp_path: Path, suffix: str, most: int, unused: int
 ) -> None:
@@ -121,6 +121,13 @@ def test_grey_of_16_bits_is_scaled_by_the_bits_that_the_image_uses(
         np.asarray(read_rgb(tmp_path / f"1.{suffix}", reading=Reading(version=1)))[..., 0], values >> 8
     )
     assert count_odd(source(tmp_path / f"1.{suffix}"))[SCALED] == (unused != 8)
+
+
+def test_a_pgm_file_is_scaled_by_its_own_maximum(tmp_path: Path) -> None:
+    values = np.linspace(0, 4095, 48).astype(np.uint16).reshape(6, 8)
+    (tmp_path / "1.pgm").write_bytes(b"P5 8 6 4095\n" + values.astype(">u2").tobytes())
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "1.pgm"))[..., 0], values >> 4)
+    assert count_odd(source(tmp_path / "1.pgm"))[SCALED] == 0
 
 
 def test_colour_of_16_bits_is_counted_for_pillow_gives_the_upper_8(tmp_path: Path) -> None:

@@ -107,6 +107,12 @@ def test_whole_numbers_are_classes_in_their_order(tmp_path: Path) -> None:
     assert splits.train.classes == ("9", "10") and splits.train.labels.tolist() == [1, 0, 1]
 
 
+def test_whole_numbers_with_a_sign_are_classes(tmp_path: Path) -> None:
+    splits = opened(table(tmp_path, rows("1,train", "-1,train", "+1.0,train", "-1.0,test")))
+    assert splits.train.kind == "classes" and splits.train.classes == ("-1", "1")
+    assert splits.train.labels.tolist() == [1, 0, 1] and splits.test.labels.tolist() == [0]
+
+
 def test_without_splits_a_tenth_of_each_class_is_held_out(tmp_path: Path) -> None:
     lines = ["image,label", *(f"{name},{'ab'[number % 2]}" for number, name in enumerate(NAMES))]
     for columns, header in (({}, "image,label"), ({"split": "none"}, "image,label,split")):
@@ -154,8 +160,10 @@ def test_images_may_lie_in_another_folder(tmp_path: Path) -> None:
 
 def test_several_columns_are_several_labels(tmp_path: Path) -> None:
     lines = rows("1,0,train", "0,1,train", "1,true,train", "0,0,test", header="image,cat,dog,split")
-    for columns in ({"label": "cat,dog"}, {"task": "labels"}):
-        splits = opened(table(tmp_path, lines), **columns)
+    words = [line.replace(",0", ",FALSE").replace(",1", ",TRUE") for line in lines]
+    cases = [(lines, {"label": "cat,dog"}), (lines, {"task": "labels"}), (words, {"label": "cat,dog"})]
+    for given, columns in cases:
+        splits = opened(table(tmp_path, given), **columns)
         assert splits.train.kind == "labels" and splits.train.classes == ("cat", "dog")
         assert splits.train.labels.tolist() == [[1, 0], [0, 1], [1, 1]] and splits.test.labels.tolist() == [[0, 0]]
     assert "no test sample has label cat, dog" in splits.notes
@@ -243,6 +251,18 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
         {},
         r"line 7, column image: .*gone\.png does not exist; .*line 8.*lost\.png .*relative to --data-dir",
     ),
+    "too few numbers": (
+        rows(*(f"{number}.5" for number in range(8)), header="image,label"),
+        {},
+        "has no column for the split: 8 images are too few to hold out a test set; provide a test set",
+    ),
+    "a path with a zero byte": ([*SPLIT, "\0.png,cat,test"], {}, r"line 7, column image: .* cannot be read \(.*null"),
+    "a path that is too long": (
+        [*SPLIT, f"{'x' * 300}.png,cat,test"],
+        {},
+        r"line 7, column image: .* cannot be read \(File name too long\)",
+    ),
+    "a file in a file": ([*SPLIT, "0.png/1.png,cat,test"], {}, "line 7, column image: .* does not exist"),
     "two classes": (
         [*SPLIT, "1.png,owl,train"],
         {},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,21 @@ def test_codes_stand_for_characters_and_rare_ones_for_the_unknown() -> None:
     characters = characters_of("aab" * 8 + "\u00e9" + UNKNOWN)
     assert characters == ("a", "b", UNKNOWN)
     assert encode("ba\u00e9z" + UNKNOWN, characters).tolist() == [1, 0, 2, 2, 2]
+
+
+def test_a_text_is_encoded_in_pieces_that_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvfreeze.data.text.PIECE", 1000)
+    text = "ab\u00e9c" * 25_000
+    characters = characters_of(text[:100])
+    tracemalloc.start()
+    try:
+        codes = encode(text, characters)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "".join(characters[code] for code in codes[998:1003]) == text[998:1003] and len(codes) == len(text)
+    assert codes.tolist() == codes[:4].tolist() * 25_000
+    assert peak < 2 * len(text), "22 bytes per character of a piece, 1 byte of the whole text"
 
 
 def test_a_model_knows_no_more_characters_than_a_byte_counts() -> None:

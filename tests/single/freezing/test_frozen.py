@@ -3,15 +3,16 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvfreeze.comm.reducer import Reducer
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.freeze import FreezeConfig
-from hvfreeze.errors import UsageError
+from hvfreeze.errors import DivergedError, UsageError
 from hvfreeze.freezing.cadence import Cadence
 from hvfreeze.freezing.freezer import Freezer, freeze_by_vote
 from hvfreeze.freezing.frozen_prefix import hold_in_eval, release, release_model, trainable_of
@@ -177,3 +178,67 @@ def test_norms_are_computed_before_the_wait_and_again_where_a_step_is_skipped(mo
     freezer.after_step(0.0)
     assert len(done) == 5, "norms were computed twice"
     assert freezer._seen.norms[-1][0] == float(norm(sum(gradients), dtype=torch.float64))
+
+
+class Halted(nn.Sequential):
+    """A block whose BatchNorm never trains."""
+
+    def train(self, mode: bool = True) -> Halted:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+@pytest.mark.parametrize("own", ["method", "attribute"])
+def test_a_modules_own_train_is_kept_and_decides_its_mode(own: str) -> None:
+    kind = Halted if own == "method" else nn.Sequential
+    model = nn.Sequential(kind(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3), nn.Linear(3, 2))
+    norm: Any = model[0][1].eval()  # type: ignore[index]
+    if own == "attribute":
+        norm.train = lambda mode=True: norm
+    before = vars(norm).get("train")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezer = freeze_by_vote(model, optimizer, SoloWorld(), steps_per_epoch=4, num_epochs=5)
+    for mode in (True, False, True):
+        freezer.freeze(1)
+        model.train(mode)
+        assert not any(module.training for module in model[0].modules())
+        freezer.thaw(0)
+        assert [module.training for module in model.modules()] == [mode] * 3 + [False] + [mode] * 2
+        assert vars(norm).get("train") is before
+        model.train()
+        assert [module.training for module in model.modules()] == [True] * 3 + [False] + [True] * 2
+
+
+def test_a_frozen_model_that_an_earlier_version_pickled_can_be_released() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    hold_in_eval(model[0])
+    vars(vars(model[0])["train"]).clear()  # it recorded nothing
+    model = pickled(model)  # type: ignore[assignment]
+    release(model[0])
+    assert model[0].training and "train" not in vars(model[0])
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_a_module_that_writes_its_own_buffer_is_named_with_what_to_do() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Counter(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freezer = freeze_by_vote(model, optimizer, SoloWorld(), steps_per_epoch=4, num_epochs=5)
+    freezer.freeze(1)
+    model(torch.ones(2, 3))
+    with pytest.raises(DivergedError, match=r"1\.calls changed.*in evaluation mode.*pass blocks="):
+        freezer.after_step(0.0)
+    freezer.freeze(1)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(DivergedError, match=r"0\.weight changed.*before you change a frozen block$"):
+        freezer.after_step(0.0)

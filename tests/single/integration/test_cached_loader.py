@@ -131,6 +131,11 @@ def encoded(batch: Any) -> tuple[Any, Any]:
     return UserDict(zip(("ids", "mask"), batch[:-1])), batch[-1]
 
 
+def named(batch: Any) -> tuple[Any, Any]:
+    """Return the images as `nn.Sequential` calls its input, and the labels."""
+    return {"input": batch[0]}, batch[-1]
+
+
 ONCE, TWICE, THAWED = {4: 1}, {3: 1, 10: 2}, {4: 2, 12: 0, 14: 1}
 
 
@@ -139,6 +144,7 @@ ONCE, TWICE, THAWED = {4: 1}, {3: 1, 10: 2}, {4: 2, 12: 0, 14: 1}
     [
         ("a chain of images", TWICE, {}),
         ("a chain of images", THAWED, {}),
+        ("a chain of images", ONCE, {"split": named}),
         ("images through glue", ONCE, {}),
         pytest.param("text with a mask", TWICE, {}, marks=pytest.mark.seldom),
         ("text with a mask", {4: 2}, {"split": encoded}),
@@ -229,7 +235,7 @@ def test_a_rank_keeps_its_share_of_common_samples_and_all_of_its_own(
     cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), freezer, directory=tmp_path)
     next(iter(cached))
     assert cached._activations.counters.rows_written == kept
-    assert world.names.count("rounds.loader") == -(-kept // ROWS) + 1, "ranks meet between their forwards"
+    assert world.names.count("verdict.rounds.loader") == -(-kept // ROWS) + 1, "ranks meet between their forwards"
     cached.close()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvfreeze
+from hvfreeze.comm.world import SoloWorld
 from hvfreeze.errors import UsageError
+from hvfreeze.integration.optimizer import DistributedOptimizer
+from tests.hub_models import save_small
 
 
 def network(outputs: int = 3) -> nn.Sequential:
@@ -104,3 +109,24 @@ def test_a_loader_without_batches_or_images_is_refused() -> None:
         hvfreeze.fit_classifier(network(), [])
     with pytest.raises(UsageError, match="has no tensor of images; give split="):
         hvfreeze.fit_classifier(network(), [({"images": data(8)[0]}, data(8)[1])])
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_frozen_blocks_keep_the_mode_that_the_script_asked_for(mode: bool) -> None:
+    model, (images, labels) = network(), data(64)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=SoloWorld())
+    optimizer.freezer.freeze(1)
+    model.train(mode)
+    hvfreeze.fit_classifier(model, batches(images, labels))
+    model(images).sum().backward()
+    optimizer.step()
+    optimizer.freezer.thaw(0)
+    assert [module.training for module in model.modules()] == [mode] * 8
+
+
+def test_a_classifier_of_transformers_is_fitted_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = save_small("vit", tmp_path)
+    images = torch.rand(60, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    fitted = hvfreeze.fit_classifier(model, batches(images, torch.arange(60) % 3))
+    assert fitted.fit.rows == 60 and fitted.classifier(images[:2]).shape == (2, 7)

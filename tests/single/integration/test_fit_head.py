@@ -17,6 +17,7 @@ from hvfreeze.errors import UsageError
 from hvfreeze.heads.linear import Subset
 from hvfreeze.heads.rows import RowInfo
 from hvfreeze.integration.fit_head import weighted_rows, with_class_weights
+from hvfreeze.integration.optimizer import DistributedOptimizer
 from hvfreeze.tasks import Classes, MultiLabel, Numbers, Task
 
 
@@ -189,3 +190,14 @@ def test_what_cannot_be_fitted_is_refused(
 def test_a_loader_without_batches_is_refused() -> None:
     with pytest.raises(UsageError, match="has no batches"):
         hvfreeze.fit_head(nn.Linear(6, 3), [])
+
+
+def test_frozen_blocks_keep_their_mode_and_count_as_unchanged() -> None:
+    model, (inputs, labels) = network(), data()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=SoloWorld())
+    optimizer.freezer.freeze(1)
+    hvfreeze.fit_head(model, batches(inputs, labels), penalty=0.01)
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.freezer.thaw(0)
+    assert all(module.training for module in model.modules())

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.freeze import FreezeConfig
 from hvfreeze.errors import UsageError
 from hvfreeze.integration.horovod_compat import BROADCAST
 from hvfreeze.integration.optimizer import DistributedOptimizer
+from hvfreeze.torchvision_shim import torchvision
 
 
 class Twin(SoloWorld):
@@ -198,3 +200,92 @@ def test_a_loss_that_is_no_number_is_reported_like_any_other() -> None:
         train(model, optimizer, 1)
     with pytest.raises(UsageError, match="report_loss"):
         train(model, optimizer, 1)
+
+
+class Glued(nn.Module):
+    """A model whose blocks are found in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(self.first(x).relu()).relu())
+        return logits
+
+
+def test_parameters_that_train_keep_their_gradients_when_blocks_are_found_frozen_and_thawed() -> None:
+    torch.manual_seed(0)
+    model = Glued()
+    plain = copy.deepcopy(model)
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, world=Twin())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def step(*, frozen: int) -> None:
+        plain.first.requires_grad_(frozen == 0)
+        for net, own in ((model, optimizer), (plain, reference)):
+            own.zero_grad(set_to_none=False)
+            net(torch.ones(3, 4)).square().sum().backward()
+            own.step()
+
+    def check(*, lost: int) -> None:
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert grads[:lost] == [None] * lost
+        assert all(map(torch.equal, grads[lost:], [parameter.grad for parameter in plain.parameters()][lost:]))
+
+    for cut in (0, 1, 0):
+        optimizer.freezer.freeze(cut)
+        plain.first.zero_grad()
+        step(frozen=cut)
+        check(lost=2 * cut)
+    assert len(optimizer.freezer.chain.blocks) == 3
+    optimizer.freezer.freeze(1)
+    check(lost=2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_auxiliary_heads_are_blocks_of_a_model_that_is_traced() -> None:
+    model = torchvision.models.GoogLeNet(num_classes=3, aux_logits=True, init_weights=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model=model, world=SoloWorld())
+    sum(logits.sum() for logits in model(torch.rand(2, 3, 64, 64))).backward()
+    optimizer.step()
+    names = [block.name for block in optimizer.freezer.chain.blocks]
+    assert (names[0], names[-1]) == ("conv1", "fc") and "aux1" in names
+
+
+def test_a_state_of_other_blocks_is_refused_with_both() -> None:
+    model, optimizer = wrapped(OPTIMIZERS[0])
+    optimizer.freezer.freeze(1)
+    state = optimizer.freezer_state_dict()
+    inner = OPTIMIZERS[0](model.parameters())
+    other = DistributedOptimizer(inner, model=model, blocks=["0", "2"], world=Twin())
+    with pytest.raises(UsageError, match=r"has the blocks 0, 1, 2, but the model has 0, 2; pass the same blocks="):
+        other.load_freezer_state_dict(state)
+    del state["block_names"]  # as in states of earlier versions
+    _, again = wrapped(OPTIMIZERS[0])
+    again.load_freezer_state_dict(state)
+    assert again.freezer.cut == 1
+
+
+def test_a_model_that_is_pruned_after_wrapping_is_refused_at_a_vote_with_what_works() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = FreezeConfig(freeze="gradient-norm", interval=1, freeze_warmup=1)
+    optimizer = DistributedOptimizer(inner, model=model, settings=settings, world=SoloWorld())
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    with pytest.raises(UsageError, match=r"no longer has 0\.weight.*pruned.*wrap the inner optimizer again"):
+        train(model, optimizer, 1)
+    again = DistributedOptimizer(inner, model=model, world=SoloWorld())
+    again.freezer.freeze(1)
+    train(model, again, 1)
+    assert not model[0].weight_orig.requires_grad and model[1].weight.grad is not None
+
+
+def test_a_cut_that_freezes_all_that_the_optimizer_trains_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    static = FreezeConfig(freeze="static", cut=1)
+    with pytest.raises(UsageError, match=r"cut \(1\) freezes every parameter of the optimizer"):
+        DistributedOptimizer(inner, model=model, settings=static, world=SoloWorld())
+    assert model[0].weight.requires_grad

@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 import hvfreeze
 from hvfreeze.errors import UsageError
-from hvfreeze.integration.split_forward import SplitForward
+from hvfreeze.integration.split_forward import SplitForward, halves_of
+from hvfreeze.model.blocks import cut_into_blocks
 from hvfreeze.model.traced import blocks_of
+from tests.hub_models import save_small
 from tests.single.integration.counted_images import ROWS, SAMPLES, image_model, images, still
 
 
@@ -344,6 +346,58 @@ def test_what_reaches_around_the_cut_is_noticed(
             assert torch.equal(found, reference(data.tensors[0][4 * number : 4 * number + 4]))
     refusal = "gives another output than its forward pass, e.g. because of a skip connection across the cut or random"
     assert (cached.rows_read > 0) == runs == (refusal not in caplog.text)
+    cached.close()
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_a_model_that_does_more_than_its_blocks_is_not_cached(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = image_model().eval()
+    if how == "hook":
+        model.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,))
+    else:
+        own = model.forward
+        model.forward = lambda x: own(x / 2)  # type: ignore[method-assign,assignment]
+    cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), still(model), directory=tmp_path)
+    for _ in range(2):
+        for number, (rows, _) in enumerate(cached):
+            pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
+            assert torch.equal(cached.suffix(rows), model(pixels))
+    assert "no activations are cached at this cut: cut 1: running the blocks of Sequential" in caplog.text
+    assert cached.rows_read == 0
+    cached.close()
+
+
+def test_comparing_a_chain_with_its_model_changes_neither() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    halves = halves_of(cut_into_blocks(model))
+    halves.check(torch.rand(6, 4, generator=torch.Generator().manual_seed(0)), 1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(UsageError, match="has 2 inputs, but its first block takes one"):
+        halves.before({"x": torch.ones(6, 4), "mask": torch.ones(6)}, 0, 1, None)  # type: ignore[arg-type]
+
+
+def test_a_classifier_of_transformers_is_not_cached_and_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    model = save_small("vit", tmp_path / "model")
+    pixels = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(pixels, torch.arange(8) % 3), batch_size=4)
+    cached = hvfreeze.CachedLoader(
+        loader, still(model), directory=tmp_path, split=lambda batch: ({"pixel_values": batch[0]}, batch[1])
+    )
+    for _ in range(2):
+        for number, (rows, _) in enumerate(cached):
+            expected = model(pixels[4 * number : 4 * number + 4]).logits
+            assert torch.equal(cached.suffix(rows).logits, expected)
+    assert "ViTForImageClassification returns ImageClassifierOutput, but its blocks return one tensor" in caplog.text
+    assert cached.rows_read == 0
     cached.close()
 
 

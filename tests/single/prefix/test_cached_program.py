@@ -238,7 +238,7 @@ def test_ranks_meet_between_the_forwards_that_fill_in_missing_rows(
     assert 0 < found["cache"]["rows_written"] <= 48
     forwards = -(-found["cache"]["rows_written"] // 16)
     # One more each time: when the cut was taken, and at the beginning of two epochs.
-    assert names.count("rounds.cache.train") == forwards + 3
+    assert names.count("verdict.rounds.cache.train") == forwards + 3
 
 
 def test_samples_dealt_out_anew_to_one_rank_are_its_own_and_cached(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -12,7 +13,8 @@ import pytest
 
 from hvfreeze.comm.world import SoloWorld
 from hvfreeze.config.tree import from_dict
-from hvfreeze.errors import DivergedError
+from hvfreeze.errors import DivergedError, NumericsError
+from hvfreeze.optim import Objective
 from hvfreeze.strategies.base import State
 from hvfreeze.training.build import prepare
 from hvfreeze.training.job import Job
@@ -41,6 +43,13 @@ def make(num_classes):
 def normalised(num_classes):
     norms = nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3)
     return nn.Sequential(nn.Conv2d(3, 3, 3), *norms, *list(make(num_classes))[2:])
+
+
+def scaled(num_classes):
+    model = make(num_classes)
+    del model[1].seen
+    model[1].register_buffer("seen", torch.zeros(3), persistent=False)
+    return model
 """
 
 
@@ -92,3 +101,47 @@ def test_a_checkpoint_with_the_statistics_of_batchnorm_alone_can_be_read(
         model = job.strategy.chain.model  # type: ignore[attr-defined]
         assert model[1].running_mean.tolist() == [3.0] * 3
         assert model[2].running_mean.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("strategy", ["replicas", "local-sgd"])
+def test_a_buffer_that_the_state_dict_omits_is_saved(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_of(tmp_path, monkeypatch, model="counting_network:scaled", strategy=strategy) as job:
+        counting = job.factory.context.chain.model.get_submodule("1")
+        counting.get_buffer("seen").fill_(2.0)
+        shared, own = deepcopy(job.strategy.state_dict())
+        counting.get_buffer("seen").fill_(5.0)
+        job.strategy.load_state_dict(State(shared, own))
+        assert counting.get_buffer("seen").tolist() == [2.0] * 3
+        # As in a checkpoint of an earlier version.
+        del shared["buffers"]
+        job.strategy.load_state_dict(State(shared, {**own, "buffers": []}))
+        assert counting.get_buffer("seen").tolist() == [2.0] * 3
+
+
+def test_frozen_statistics_come_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model": "counting_network:normalised", "freeze": "static", "cut": 2}
+    with job_of(tmp_path, monkeypatch, strategy="local-sgd", **given) as job:
+        shared, own = deepcopy(job.strategy.state_dict())
+        shared["model"]["2.running_mean"].fill_(3.0)
+        job.strategy.load_state_dict(State(shared, own))
+        assert job.factory.context.chain.model.get_buffer("2.running_mean").tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "alone"),
+    [("replicas", {}, False), ("local-sgd", {}, True), ("subnets", {"model": "mlp-4x4"}, True)],
+)
+def test_a_rank_that_trains_alone_ends_the_job_where_its_loss_is_nan(
+    strategy: str, changes: dict[str, Any], alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Objective.loss
+    monkeypatch.setattr(Objective, "loss", lambda *given: compute(*given) * math.nan)
+    with job_of(tmp_path, monkeypatch, strategy=strategy, **changes) as job:
+        batches = job.steps_of(0)[0]
+        job.strategy.begin_epoch(batches)
+        # Not at the end of the round.
+        with pytest.raises(NumericsError, match=r"^step 0: the loss is NaN or Inf; the model was not updated") as error:
+            job.strategy.step(batches, rate=0.1, leave=False)
+        assert error.value.everywhere is not alone

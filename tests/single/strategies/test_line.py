@@ -5,17 +5,23 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from hvfreeze.comm import agreement
 from hvfreeze.comm.agreement import TensorLayout
 from hvfreeze.comm.point_to_point import Wire
+from hvfreeze.comm.world import World
 from hvfreeze.data.batches import Batch
 from hvfreeze.runs.clock import PhaseClock
+from hvfreeze.strategies.local_critics.strategy import LocalCritics
 from hvfreeze.strategies.shared_trunk.line import LANES, Line, LinePlan
+from tests.single.ranks_in_threads import on_ranks
 
 BOUNDARIES = [TensorLayout((2, n), (n, 1), torch.float32) for n in (10, 7, 5, 3)]
 THREE = ((0, 1), (1, 2), (2, 3))
@@ -123,6 +129,33 @@ class Between(Wire):
         tensor = self.mail.setdefault((source, self.rank, lane, seq), SimpleQueue()).get(timeout=20)
         assert tuple(tensor.shape) == tuple(shape)
         return tensor
+
+
+def test_ranks_of_local_critics_meet_while_the_first_one_computes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "ROUND_SECONDS", 0.0)
+
+    def begin(world: World) -> int:
+        met: list[str] = []
+        gather = world.allgather_object
+
+        def counted(value: Any, *, name: str) -> list[Any]:
+            met.append(name)
+            return gather(value, name=name)
+
+        monkeypatch.setattr(world, "allgather_object", counted)
+        # Three forward passes.
+        features = SimpleNamespace(move=lambda cuts: None, beginning_epoch=lambda batches: iter(range(3)))
+        critics: Any = SimpleNamespace(
+            world=world,
+            features=(features, features) if world.rank == 0 else None,
+            cut=1,
+            _began=False,
+            _finish_learning=lambda: None,
+        )
+        LocalCritics.begin_epoch(critics, [])
+        return len(met)
+
+    assert on_ranks(2, begin) == [4, 4]
 
 
 @pytest.mark.parametrize("served", [0, 1, 2, 6])

@@ -53,3 +53,5 @@ def test_there_is_one_module_more_than_ranks() -> None:
         UsageError, match=r"--parts \(4\) must be one more than the number of ranks \(2\).*start 3 ranks"
     ):
         StaleRingConfig(parts=4).modules(2)
+    with pytest.raises(UsageError, match=r"share a rank; leave --parts out"):
+        StaleRingConfig(parts=1).modules(1)

@@ -2,18 +2,16 @@
 
 Parameters and buffers are digested elsewhere. This covers the modules and functions that run, in order, their settings,
 and their code unless it is torch's, whose version is known. A custom function is described by its code, its closure,
-and the functions, classes, constants, arrays, dicts and lists that it names, also in imported modules. Installed
-packages that it names are described by their versions.
+the functions and constants that it names, and the files of the custom modules that it names.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,10 +39,6 @@ FILED_AS = {
 LIBRARIES = ("transformers",)
 """Packages, in addition to torch, whose versions identify their code."""
 VERSIONED = ("torch.", "torch", "builtins", "math", "_operator", "_functools", "collections", "typing")
-CHANGES = frozenset({"append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"})
-"""Methods that change a dict or a list."""
-STORES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_GLOBAL")
-"""Instructions that change a dict, a list or a global name."""
 
 
 def operations_digest(chain: Chain, cut: int) -> str:
@@ -147,8 +141,10 @@ class Description:
             return ["known", _qualified(function)]
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         named = {name: function.__globals__[name] for name in _names_in(function.__code__) & set(function.__globals__)}
+        # Other globals matter only as arguments.
         constants = {name: inner for name, inner in sorted(named.items()) if _is_constant_or_function(inner)}
-        described: list[JSON] = [
+        files: JSON = {name: digest for name, inner in sorted(named.items()) if (digest := _digest_of_files(inner))}
+        return [
             "function",
             _qualified(function),
             self._code(function.__code__),
@@ -156,52 +152,8 @@ class Description:
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
             self.of(constants),
+            *([files] if files else []),
         ]
-        looked_up = self._looked_up(function)
-        return [*described, looked_up] if looked_up else described
-
-    def _looked_up(self, function: types.FunctionType) -> dict[str, JSON]:
-        """Return what a custom function looks up in modules, and the classes and tables that it names, by name.
-
-        An installed package counts by its version. A table, see `_is_table`, that the function may change, such as a
-        cache, does not count.
-        """
-        if not _is_custom(function):
-            return {}
-        cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-        known = function.__globals__ | {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-        fills, found = _changes_tables(function.__code__), dict[str, JSON]()
-        for path in sorted(_paths_in(function.__code__)):
-            value, depth = known.get(path[0]), 1
-            while isinstance(value, types.ModuleType) and _is_custom(value) and depth < len(path):
-                value, depth = vars(value).get(path[depth]), depth + 1
-            name = ".".join(path[:depth])
-            if name in found:
-                continue
-            if isinstance(value, (types.ModuleType, type)) and not _is_custom(value):
-                package = _module_of(value).partition(".")[0]
-                # The version of torch is in the fingerprint.
-                if package != "torch" and (version := version_of(package)):
-                    found[name] = [package, version]
-            elif isinstance(value, type):
-                found[name] = self._named_class(value)
-            elif (_is_table(value) and not fills) or (depth > 1 and _is_constant_or_function(value)):
-                found[name] = self.of(value)
-        return found
-
-    def _named_class(self, kind: type) -> JSON:
-        """Return a class that a custom function names: the custom code of its methods and, unlike `_class`, __init__.
-
-        A module's __init__ is left out, because a forward pass seldom creates modules.
-        """
-        left_out = NOT_RUN if issubclass(kind, nn.Module) else NOT_RUN - {"__init__"}
-        methods: list[JSON] = []
-        for owner in filter(_is_custom, kind.__mro__):
-            found = {name: _unwrapped(inner) for name, inner in sorted(vars(owner).items()) if name not in left_out}
-            for name, inner in found.items():
-                if _is_constant_or_function(inner) and (not isinstance(inner, types.FunctionType) or _is_custom(inner)):
-                    methods.append([name, self.of(inner)])
-        return ["class", _qualified(kind), methods]
 
     def _code(self, code: types.CodeType) -> JSON:
         """Return the instructions, constants and names of compiled code, without file positions."""
@@ -223,73 +175,24 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _digest_of_files(value: object) -> str:
+    """Return a digest of a custom module's file, or of all files of a custom package; empty for all other values."""
+    file = getattr(value, "__file__", None)
+    if (
+        not isinstance(value, types.ModuleType)
+        or not file
+        or is_installed(file)
+        or value.__name__.startswith("hvfreeze")
+    ):
+        return ""
+    path = Path(file)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return hashlib.sha256(b"".join(each.read_bytes() for each in files if each.is_file())).hexdigest()
+
+
 def _is_constant_or_function(value: object) -> bool:
     plain = (bool, int, float, str, tuple, torch.dtype)
     return isinstance(value, (types.FunctionType, functools.partial, Tensor, *plain))
-
-
-def _module_of(value: Any) -> str:
-    """Return the name of a module, or of the module that defines a class or function."""
-    name: str = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None) or ""
-    return name
-
-
-def _is_custom(value: Any) -> bool:
-    """Return True if a module, class or function is not of Python or an installed package, which versions identify."""
-    name = _module_of(value)
-    path = getattr(value if isinstance(value, types.ModuleType) else sys.modules.get(name), "__file__", None)
-    return name not in sys.builtin_module_names and not (path and is_installed(path))
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yield the instructions of compiled code, then those of its inner functions."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
-
-
-def _paths_in(code: types.CodeType) -> set[tuple[str, ...]]:
-    """Return the global names that compiled code looks up, with attributes: (helpers,) and (helpers, act)."""
-    paths, path = set[tuple[str, ...]](), tuple[str, ...]()
-    for step in _instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
-            path = (step.argval,)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and path:
-            path = (*path, step.argval)
-        elif step.opname != "EXTENDED_ARG":
-            path = ()
-        if path:
-            paths.add(path)
-    return paths
-
-
-def _changes_tables(code: types.CodeType) -> bool:
-    """Return True if compiled code may change a dict or a list."""
-    return not CHANGES.isdisjoint(_names_in(code)) or any(step.opname in STORES for step in _instructions(code))
-
-
-def _is_table(value: object) -> bool:
-    """Return True for an array, or a dict or list, perhaps nested, of constants, arrays, functions and classes only.
-
-    Other objects may have attributes that differ between processes.
-    """
-    left, seen = [value], set[int]()
-    while left:
-        each = left.pop()
-        if isinstance(each, (dict, list)):
-            if id(each) not in seen:
-                seen.add(id(each))
-                left += [*each, *each.values()] if isinstance(each, dict) else each
-        elif isinstance(each, type):
-            if not (_is_versioned(each) or _is_custom(each)):
-                return False
-        elif isinstance(each, np.ndarray):
-            if each.dtype.hasobject:
-                return False
-        elif not (each is None or _is_constant_or_function(each)):
-            return False
-    return isinstance(value, (dict, list, np.ndarray))
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -36,6 +36,9 @@ GRACE_SECONDS = 10.0
 def program() -> int:
     """Run the command line as a process, and return its exit code."""
     keep_memory()
+    if not RUNS.keys() & set(sys.argv[1:2]):
+        # Set before torch is imported: its threads would spin on the cores on which other threads decode images.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = main()
     # Nothing is left to interrupt, and the interpreter's end would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

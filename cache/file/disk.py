@@ -138,8 +138,10 @@ def take_lock(path: Path, *, owner: str, private: bool = True) -> FileLock:
         # Another user has created the lock, perhaps for that user alone.
         with contextlib.suppress(OSError):
             if isinstance(error, PermissionError):
-                holder = f"user {path.lstat().st_uid}"
-                raise CacheBusy(f"another process is writing cache file {path.with_suffix('')}: {holder}") from error
+                raise CacheBusy(
+                    f"user {path.lstat().st_uid} is writing cache file {path.with_suffix('')}, or has left the lock "
+                    f"{path} behind; if no job of that user runs, the user can remove it"
+                ) from error
         raise CacheFault(
             f"cache lock {path} cannot be created ({error}); choose another --cache-dir or directory="
         ) from error

@@ -31,7 +31,7 @@ from hvfreeze.comm.mpi_environment import (
 from hvfreeze.comm.stall_watch import StallWatch, stall_limit
 from hvfreeze.comm.world import LoneRank, SoloWorld, World, flush_streams
 from hvfreeze.errors import DivergedError, StallError, UsageError
-from hvfreeze.imports import imported_beside, kept_for_good
+from hvfreeze.imports import imported_beside, interrupted_after
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class HorovodWorld(World):
         os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
         yield_when_crowded()
         tune_open_mpi()
-        with kept_for_good():
+        with interrupted_after():
             import horovod.torch as hvd
         with interrupt_ends_job():
             # The library that initialises MPI finalises it. It is not Horovod, so that Horovod can end and restart.

@@ -132,7 +132,9 @@ class ImageSet:
         """
         kind = () if self.kind == "classes" else (self.kind,)
         digest = hashlib.sha256(repr((self.name, self.classes, *kind)).encode())
-        digest.update(self.labels.numpy().data)
+        # Numbers without more digits have the identity that they had as float32.
+        short = self.labels.float() if self.labels.dtype == torch.float64 else self.labels
+        digest.update((short if torch.equal(short.to(self.labels.dtype), self.labels) else self.labels).numpy().data)
         digest.update(self.source.identity(local=local).encode())
         return digest.hexdigest()
 

@@ -242,10 +242,10 @@ def plain_of(label: Any) -> Any:
 
 
 def check_target(place: str, label: Any, *, target: Label | None) -> None:
-    """Compare a sample's label with its entry of `targets`; a label that is no number or list of numbers is ignored.
+    """Compare a sample's label with its entry of `targets`; other forms, such as names or one-hot, are ignored.
 
     Raises:
-        UsageError: they differ by more than rounding to float32.
+        UsageError: they differ by more than rounding to bfloat16.
     """
     if (plain := plain_of(label)) is None:
         return
@@ -253,7 +253,10 @@ def check_target(place: str, label: Any, *, target: Label | None) -> None:
         found, expected = (np.ravel(np.asarray(each, np.float64)) for each in (plain, target))
     except (TypeError, ValueError):
         return
-    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-6, atol=0):
+    if found.shape != expected.shape:
+        return
+    are_whole = not (found % 1).any() and not (expected % 1).any()
+    if not (np.array_equal(found, expected) if are_whole else np.allclose(found, expected, rtol=0.01, atol=1e-6)):
         raise UsageError(
             f"{place} has the label {plain}, but the dataset's attribute targets has {target}; make them equal, or "
             "return a dataset without targets, whose labels are read from the samples"

@@ -464,7 +464,7 @@ def class_of(cell: str) -> str:
 def order_of(name: str) -> tuple[int, int, bytes]:
     """Return a sort key: whole numbers by value, then other names by their bytes."""
     whole = name.isascii() and name.removeprefix("-").isdigit()
-    return (0, int(name), b"") if whole else (1, 0, os.fsencode(name))
+    return (0, int(name), os.fsencode(name)) if whole else (1, 0, os.fsencode(name))
 
 
 def parts_of(cell: str, delimiter: str) -> list[str]:

@@ -185,7 +185,7 @@ def samples_in(applied: Applied, folder: Path, columns: Columns = USUAL_COLUMNS)
         prepare = applied.preparation.pixels
         return EvaluatedSamples(
             lambda row: prepare(read_image(name, part, row, reading=applied.preparation.how)),
-            torch.tensor(part.targets),
+            torch.tensor(part.targets, dtype=torch.float64 if applied.card.task == "numbers" else None),
             f"images of {name}",
             own=False,
         )

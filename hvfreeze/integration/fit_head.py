@@ -151,8 +151,8 @@ def weighted_rows(
 ) -> tuple[Task, RowsInMemory]:
     """Return the task with class weights, and the rows of this rank's samples with a weight above 0. Collective.
 
-    A tenth of the samples of each class is held out. `features` are (N, V, D), for each view of a sample. Weights are
-    those of the class times those of the sample.
+    A tenth of the samples is held out, of each class if it has enough. `features` are (N, V, D), for each view of a
+    sample. Weights are those of the class times those of the sample.
     """
     weights = raise_on_all_ranks(world, lambda: checked_weights(by_sample, len(labels)), name="head.sample_weight")
     if by_class is not None:
@@ -167,6 +167,10 @@ def weighted_rows(
     if len(labels):
         strata = task.strata(labels).numpy()
         held_out[split_held_out(strata, np.arange(len(labels)), fraction=HELD_OUT, seed=0)[1]] = True
+        # Classes with one sample on this rank are in none of these.
+        others = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        others = others[~held_out[others]]
+        held_out[others[: max(0, int(HELD_OUT * len(labels)) - int(held_out.sum()))]] = True
     columns = (labels, held_out, samples * world.size + world.rank, weights)
     return task, RowsInMemory(features.flatten(0, 1), *(column.repeat_interleave(views, 0) for column in columns))
 

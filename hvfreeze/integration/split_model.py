@@ -49,8 +49,8 @@ class Halves:
         if not equal_outputs(whole, joined):
             raise UsageError(
                 f"cut {cut}: running the blocks of {name} one after another gives another output than its forward "
-                "pass, e.g. because of a hook on the model or a replaced forward(); move this into a module inside the "
-                "model, or train without a cache"
+                "pass, e.g. because of a hook on the model, a replaced forward(), model.compile(), or NaN; move a hook "
+                "into a module inside the model, or train without a cache"
             )
 
     def before(self, x: Any, start: int, stop: int, inputs: Inputs) -> Tensor:

@@ -77,9 +77,12 @@ class WholeReplicas:
         """Load `_model_state`."""
         model = self.chain.model
         model.load_state_dict(shared["model"])
-        # Checkpoints of earlier versions have none. The shape may have changed in training.
+        own = dict(model.named_buffers())
+        # Checkpoints of earlier versions have none, and another version of a library may have others. The shape may
+        # have changed in training.
         for name, saved in shared.get("buffers", {}).items():
-            model.get_buffer(name).data = saved.clone()
+            if name in own:
+                own[name].data = saved.clone()
 
     def _cuts(self) -> Sequence[int]:
         """Return the cuts so far, the current one last."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hvfreeze.comm.agreement import raise_on_all_ranks
 from hvfreeze.comm.world import World
-from hvfreeze.config.tree import to_dict
+from hvfreeze.config.tree import Config, to_dict
 from hvfreeze.runs.checkpoint_file import Saving, newest, packed
 from hvfreeze.runs.clock import train_seconds
 from hvfreeze.runs.identity import COMPARED_OTHERWISE, HARMLESS, absolute
@@ -144,11 +143,14 @@ def rank_state(job: Job) -> dict[str, Any]:
 
 def identity(job: Job) -> dict[str, Any]:
     """Return the settings that must equal those of a checkpoint, by flag; paths are absolute."""
-    config, requested = job.config, job.requested or job.config
+    requested = job.requested or job.config
     # The numbers of epochs and of ranks determine these, and may change.
-    optimizer = replace(config.optimizer, batch_size=requested.optimizer.batch_size)
-    freeze = replace(config.freeze, statistics=requested.freeze.statistics)
-    config = replace(config, optimizer=optimizer, freeze=freeze)
+    determined = {"batch_size": requested.optimizer.batch_size, "statistics": requested.freeze.statistics}
+    return settings_of_run(job.config) | determined
+
+
+def settings_of_run(config: Config) -> dict[str, Any]:
+    """Return the settings that may not change when a run is resumed, by flag; paths are absolute."""
     sections = absolute(to_dict(config)).values()
     return {leaf: value for section in sections for leaf, value in section.items() if leaf not in MAY_CHANGE}
 

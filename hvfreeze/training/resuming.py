@@ -22,7 +22,7 @@ from hvfreeze.runs.identity import absolute_leaves
 from hvfreeze.runs.reading import Move
 from hvfreeze.strategies.base import State
 from hvfreeze.training.best_model import bring_back_best
-from hvfreeze.training.checkpoint import SAVED, directory_of, identity, save
+from hvfreeze.training.checkpoint import SAVED, directory_of, identity, save, settings_of_run
 from hvfreeze.training.evaluation import Best, Score, Totals
 from hvfreeze.training.job import Job
 
@@ -180,7 +180,9 @@ def check_run(job: Job, shared: dict[str, Any], *, name: str) -> dict[str, Any]:
     # A setting that is missing or null in the checkpoint has its default.
     usual = {leaf: leaves()[leaf][1].default for leaf in current}
     theirs = absolute_leaves({leaf: usual[leaf] if theirs.get(leaf) is None else theirs[leaf] for leaf in current})
-    differing = [leaf for leaf in current if theirs[leaf] != current[leaf]]
+    # Older checkpoints have the settings as the data and the ranks determined them.
+    determined = settings_of_run(job.config)
+    differing = [leaf for leaf in current if theirs[leaf] not in (current[leaf], determined[leaf])]
     if differing:
         listed = "; ".join(f"{leaf}: {theirs[leaf]!r} before, {current[leaf]!r} now" for leaf in differing)
         raise RefusedError(f"the checkpoint {name} belongs to another run ({listed}); restore this run's checkpoints")

@@ -85,7 +85,9 @@ def test_a_data_set_with_targets_is_not_read_for_its_labels(opened: Callable[...
         ([[0, 1], [1, 0]] * 3, torch.tensor([[0, 1], [1, 0]] * 3), True),
         (["owl", "cat"] * 3, [0, 1] * 3, True),
         ([0, 1, 0, 2, 0, 1], [0, 1] * 3, False),
-        ([[0, 1], [1, 0]] * 3, [0, 1] * 3, False),
+        ([[0, 1], [1, 0]] * 3, [0, 1] * 3, True),
+        (torch.tensor([0.3, 1.7] * 3, dtype=torch.bfloat16), [0.3, 1.7] * 3, True),
+        ([200, 0] * 3, [201, 0] * 3, False),
         ([0.5, 1.5] * 3, [0.5, 1.25] * 3, False),
     ],
 )

@@ -95,6 +95,7 @@ def test_of_labels_and_numbers_all_kinds_are_held_out_too() -> None:
     assert held_out_labels(labels, MultiLabel(2)).sum(0).tolist() == [2, 0]
     numbers = torch.arange(200.0)[:, None]
     assert (held_out_labels(numbers, Numbers(1)).flatten() // 20).long().bincount().tolist() == [2] * 10
+    assert len(held_out_labels(torch.arange(30), Classes(30))) == 3, "also where each class has one sample"
     assert not len(held_out_labels(numbers[:0], Numbers(1))), "a rank may have no samples"
 
 

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import gc
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +35,22 @@ def test_a_usage_error_is_reported_before_torch_is_imported() -> None:
         "print([main(words.split()) for words in ('train --cut 1', 'auto', 'train --lr -1')], 'torch' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[2, 2, 2] False\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "policy"), [("predict", "", "passive"), ("predict", "active", "active"), ("train", "", "")]
+)
+def test_threads_of_torch_that_wait_leave_the_cores_to_decoding(command: str, given: str, policy: str) -> None:
+    code = (
+        "import os, sys; from hvfreeze import __main__ as program\n"
+        f"program.main, sys.argv = lambda: 0, ['hvfreeze', '{command}']\n"
+        "program.program(); print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY', ''))"
+    )
+    variables = {**os.environ, "OMP_WAIT_POLICY": given}
+    if not given:
+        del variables["OMP_WAIT_POLICY"]
+    told = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, env=variables)
+    assert told.split() == ["False", policy][: 1 + bool(policy)]
 
 
 def test_where_nothing_is_left_to_import_nothing_is_kept() -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvfreeze.__main__ import leave_cores
 from hvfreeze.allocator import keep_memory
 
 
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep_memory()
     if options.whole_images:
         decode_whole()
+    elif options.module == "hvfreeze.__main__":
+        leave_cores(options.words)
     code: int = importlib.import_module(options.module).main(options.words)
     from hvfreeze.comm.resources import peak_memory_bytes
 

@@ -44,10 +44,10 @@ def program() -> int:
 
 
 def leave_cores(words: Sequence[str]) -> None:
-    """Make torch's threads sleep while they wait, in commands that decode images beside; call it before any import of
-    torch.
+    """Set torch's threads to sleep while they wait, except in runs; call this before torch is loaded.
 
-    They would spin on the cores on which other threads decode: `hvfreeze predict` on photographs of 12 megapixels takes a quarter longer.
+    Otherwise they spin on the cores on which other threads decode images, and `hvfreeze predict` on photographs of 12
+    megapixels takes a quarter longer.
     """
     if not RUNS.keys() & set(words[:1]):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

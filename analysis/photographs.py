@@ -281,13 +281,19 @@ def train(site: Site, name: str, *, side: int, batch: int) -> list[object]:
     return ["train", *fixed, "--data-dir", site.small, *MODELS[name], *sizes]
 
 
+def train_steps(site: Site, name: str, *, steps: int, ranks: int = RANKS) -> list[object]:
+    """Return the words of `hvfreeze train` for about this number of steps."""
+    scale = site.scale
+    most = int(0.8 * scale.photographs) // (ranks * scale.batch)
+    samples = ranks * scale.batch * max(1, min(steps, most))
+    epochs = max(1, steps * ranks * scale.batch // samples)
+    counts = ["--train-samples", samples, "--epochs", epochs, "--evaluate-every", epochs]
+    return [*train(site, name, side=scale.side, batch=scale.batch), *counts]
+
+
 def measure_allocator(run: Planned, site: Site) -> dict[str, Any]:
     """Return the training time, with glibc's default allocator or with memory that is kept."""
-    scale, steps = site.scale, site.scale.allocated[run.name]
-    words = train(site, run.name, side=scale.side, batch=scale.batch)
-    samples = RANKS * scale.batch * max(1, min(steps, int(0.8 * scale.photographs) // (RANKS * scale.batch)))
-    epochs = max(1, steps * RANKS * scale.batch // samples)
-    words += ["--train-samples", samples, "--epochs", epochs, "--evaluate-every", epochs]
+    words = train_steps(site, run.name, steps=site.scale.allocated[run.name])
     with tempfile.TemporaryDirectory() as folder:
         switches = ["--default-allocator"] if run.way == BEFORE else []
         done = perform("hvfreeze.__main__", *words, folder=folder, switches=switches)

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from analysis.parts.photographs import make_photographs
-from analysis.photographs import NAME, PRESETS, Site, kept, perform, train
+from analysis.photographs import NAME, PRESETS, Site, kept, perform, train_steps
 from analysis.sweeps.kept import commit, publish
 from analysis.sweeps.sweep import WORK
 from hvfreeze.errors import RefusedError
@@ -44,12 +44,7 @@ def measure(name: str, way: str, site: Site, *, ranks: int, steps: int) -> dict[
         RefusedError: the run failed.
     """
     variables, keeps = WAYS[way]
-    scale = site.scale
-    words = train(site, name, side=scale.side, batch=scale.batch)
-    most = int(0.8 * scale.photographs) // (ranks * scale.batch)
-    samples = ranks * scale.batch * max(1, min(steps, most))
-    epochs = max(1, steps * ranks * scale.batch // samples)
-    words += ["--train-samples", samples, "--epochs", epochs, "--evaluate-every", epochs]
+    words = train_steps(site, name, steps=steps, ranks=ranks)
     switches = [] if keeps else ["--default-allocator"]
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, variables):
         done = perform("hvfreeze.__main__", *words, folder=folder, ranks=ranks, switches=switches)

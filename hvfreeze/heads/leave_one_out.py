@@ -93,9 +93,7 @@ def inverted(kernel: Tensor, right: Tensor, penalty: float) -> tuple[Tensor, Ten
     shifted.diagonal().add_(penalty)
     factor, failed = torch.linalg.cholesky_ex(shifted)
     if failed:
-        raise UsageError(
-            f"penalty ({penalty:g}) is too small for {len(kernel)} rows, some of which are alike; try 1e-6"
-        )
+        raise UsageError(f"penalty ({penalty:g}) is too small for {len(kernel)} rows with equal features; try 1e-6")
     inverse = torch.cholesky_inverse(factor)
     return inverse, inverse @ right
 

@@ -178,12 +178,9 @@ def _names_in(code: types.CodeType) -> set[str]:
 def _digest_of_files(value: object) -> str:
     """Return a digest of a custom module's file, or of all files of a custom package; empty for all other values."""
     file = getattr(value, "__file__", None)
-    if (
-        not isinstance(value, types.ModuleType)
-        or not file
-        or is_installed(file)
-        or value.__name__.startswith("hvfreeze")
-    ):
+    if not isinstance(value, types.ModuleType) or not file or is_installed(file):
+        return ""
+    if value.__name__.partition(".")[0] == "hvfreeze":
         return ""
     path = Path(file)
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]

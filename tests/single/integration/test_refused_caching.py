@@ -118,6 +118,14 @@ BATCHWISE: dict[str, Callable[[], Callable[[list[Any]], Any]]] = {
 }
 
 
+def assert_whole(cached: Any, model: nn.Module) -> None:
+    """Compare two epochs of a loader with the model."""
+    for _ in range(2):
+        for number, (rows, _) in enumerate(cached):
+            pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
+            assert torch.equal(cached.suffix(rows), model(pixels))
+
+
 @pytest.mark.parametrize(
     ("name", "views"),
     [("always", 1), ("half by torch", 2), ("half by numpy", 1), ("half by own", 1), ("every tenth", 1), ("labels", 2)],
@@ -186,10 +194,7 @@ def test_blocks_that_look_at_neighbours_are_not_cached(
     first = nn.Sequential(nn.Conv2d(3, 6, 3), looks)
     model = nn.Sequential(first, nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(96, 3))
     cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), still(model), directory=tmp_path)
-    for _ in range(2):
-        for number, (rows, _) in enumerate(cached):
-            pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
-            assert torch.equal(cached.suffix(rows), model(pixels))
+    assert_whole(cached, model)
     assert "no activations are cached at this cut: blocks up to 0 normalise with batch statistics" in caplog.text
     assert cached.rows_read == 0
     cached.close()
@@ -360,10 +365,7 @@ def test_a_model_that_does_more_than_its_blocks_is_not_cached(
         own = model.forward
         model.forward = lambda x: own(x / 2)  # type: ignore[method-assign,assignment]
     cached = hvfreeze.CachedLoader(DataLoader(images(), batch_size=ROWS), still(model), directory=tmp_path)
-    for _ in range(2):
-        for number, (rows, _) in enumerate(cached):
-            pixels = images().inner.tensors[0][ROWS * number : ROWS * number + ROWS]
-            assert torch.equal(cached.suffix(rows), model(pixels))
+    assert_whole(cached, model)
     assert "no activations are cached at this cut: cut 1: running the blocks of Sequential" in caplog.text
     assert cached.rows_read == 0
     cached.close()

@@ -116,24 +116,24 @@ def test_a_constant_that_a_function_names_counts(monkeypatch: pytest.MonkeyPatch
     assert digest(scaled) != before
 
 
-@pytest.mark.parametrize("file", ["helpers_of_mine.py", "helpers_of_mine/inner.py"])
+@pytest.mark.parametrize("file", ["helpers_of_mine.py", "helpers_of_mine/inner.py", "hvfreeze_of_mine.py"])
 def test_the_code_of_a_module_that_a_function_names_counts(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    place = tmp_path / file
+    name, place = file.partition("/")[0].removesuffix(".py"), tmp_path / file
     place.parent.mkdir(exist_ok=True)
     if "/" in file:
         (place.parent / "__init__.py").write_text("from helpers_of_mine.inner import act\n")
     place.write_text("def act(x): return x\n")
     script: dict[str, Any] = {"__name__": "script_of_mine"}
-    exec("import helpers_of_mine as helpers, torch\ndef step(x): return torch.abs(helpers.act(x))", script)
+    exec(f"import {name} as helpers, torch\ndef step(x): return torch.abs(helpers.act(x))", script)
     before = digest(script["step"])
     assert digest(script["step"]) == before
     place.write_text("def act(x): return -x\n")
     assert digest(script["step"]) != before
-    for name in ("helpers_of_mine", "helpers_of_mine.inner"):
-        sys.modules.pop(name, None)
+    for each in (name, f"{name}.inner"):
+        sys.modules.pop(each, None)
 
 
 def squeezenet(blocks: str) -> Chain:
